@@ -6,8 +6,25 @@ import os
 from pathlib import Path
 
 KNOWN = frozenset(
-    "no-weights model-missing attn-bad mem-fraction-small kv-pool gpu-oom-graphs bind-hang false-ready exit2"
-    " hang-loading slow crash-after dead-scheduler empty-answer garbage killed-loading silent-graphs".split()
+    [
+        "no-weights",
+        "model-missing",
+        "attn-bad",
+        "mem-fraction-small",
+        "kv-pool",
+        "gpu-oom-graphs",
+        "bind-hang",
+        "false-ready",
+        "exit2",
+        "hang-loading",
+        "slow",
+        "crash-after",
+        "dead-scheduler",
+        "empty-answer",
+        "garbage",
+        "killed-loading",
+        "silent-graphs",
+    ]
 )
 
 
