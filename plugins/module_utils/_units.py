@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Callable
@@ -227,16 +227,17 @@ class Fleet:
             self._systemctl("stop", "--no-block", *names)
         return out
 
-    def remove(self, servers: Sequence[Server], extra: Iterable[str] = ()) -> Outcome:
-        """Disable units that have stopped, and take away their files, known-good copies included."""
+    def remove(self, servers: Sequence[Server], whole: bool = False) -> Outcome:
+        """Disable units that have stopped and take away their files, known-good copies included.
+
+        whole says that no server stays: then the target goes too.
+        """
         out = Outcome()
-        units = [server.unit for server in servers]
+        units = [server.unit for server in servers] + ([self.target] if whole else [])
         states = show(self.runner, units)
-        paths = [*extra]
-        for server in servers:
-            paths += self._own_files(server)
-            if states[server.unit].unit_file_state == "enabled":
-                out.disabled.append(server.unit)
+        out.disabled = [unit for unit in units if states[unit].unit_file_state == "enabled"]
+        paths = [path for server in servers for path in self._own_files(server)]
+        paths += [f"/etc/systemd/system/{self.target}"] if whole else []
         out.removed = [path for path in paths if os.path.lexists(path)]
         out.removed += [str(self._kept(server.gpu)) for server in servers if self._kept(server.gpu).is_dir()]
         if self.check_mode:

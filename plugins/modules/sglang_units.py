@@ -37,16 +37,19 @@ options:
       - V(restored) kills the units, puts the files remembered by V(known_good) back and starts them; units that have
         none are stopped and disabled.
       - V(stopped) stops the units; each server first answers the requests it has.
-      - V(absent) stops and disables the units and removes their files.
+      - V(absent) stops and disables the units and removes their files. With neither O(instances) nor O(units) the
+        target goes too.
       - V(settled) is used by the action plugin between calls.
     type: str
     choices: [started, known_good, restored, stopped, absent, settled]
     default: started
   instances:
-    description: The servers, as RV(gpufleet.sglang.sglang_plan#module:plan) lists them under C(instances).
+    description:
+      - The servers, as RV(gpufleet.sglang.sglang_plan#module:plan) lists them under C(instances).
+      - When empty, those that an earlier deploy installed (C(GPU.json) in O(config_dir)).
     type: list
     elements: dict
-    required: true
+    default: []
   units:
     description: Act on these units only. All of O(instances) when empty.
     type: list
@@ -177,7 +180,11 @@ import time
 
 from ansible.module_utils.basic import AnsibleModule
 from ansible_collections.gpufleet.sglang.plugins.module_utils._files import FileError
-from ansible_collections.gpufleet.sglang.plugins.module_utils._instance import PlanFileError, instance_from_dict
+from ansible_collections.gpufleet.sglang.plugins.module_utils._instance import (
+    PlanFileError,
+    instance_from_dict,
+    read_applied,
+)
 from ansible_collections.gpufleet.sglang.plugins.module_utils._runner import SubprocessRunner
 from ansible_collections.gpufleet.sglang.plugins.module_utils._systemd import SystemdError
 from ansible_collections.gpufleet.sglang.plugins.module_utils._units import (
@@ -195,7 +202,7 @@ ARGUMENT_SPEC = {
         "choices": ["started", "known_good", "restored", "stopped", "absent", "settled"],
         "default": "started",
     },
-    "instances": {"type": "list", "elements": "dict", "required": True},
+    "instances": {"type": "list", "elements": "dict", "default": []},
     "units": {"type": "list", "elements": "str", "default": []},
     "unhealthy": {"type": "dict", "default": {}},
     "config_dir": {"type": "path", "default": "/etc/sglang"},
@@ -221,6 +228,8 @@ def main() -> None:
     fleet = Fleet(SubprocessRunner(), params["config_dir"], params["target"], module.check_mode)
     try:
         instances = [instance_from_dict(item) for item in params["instances"]]
+        whole = not instances and not params["units"]
+        instances = instances or list(read_applied(params["config_dir"]).values())
         servers = servers_from(
             instances, params["units"], params["rendered"], params["rendered_secrets"], params["config_dir"]
         )
@@ -235,7 +244,7 @@ def main() -> None:
             "known_good": lambda: fleet.keep(servers),
             "restored": lambda: fleet.restore(servers),
             "stopped": lambda: fleet.stop([server.unit for server in servers]),
-            "absent": lambda: fleet.remove(servers),
+            "absent": lambda: fleet.remove(servers, whole),
         }[params["state"]]()
     except (FileError, PlanFileError, SystemdError, UnitsError) as exc:
         module.fail_json(msg=str(exc))
