@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import difflib
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Mapping, Sequence
+from typing import Any
 
 SCHEMA = 1
 
@@ -79,7 +80,9 @@ def suggest(options: Sequence[Option], name: str, count: int = 3) -> list[str]:
     flag = flag_name(name)
     known = [opt for option in options for opt in option.opts if opt.startswith("--")]
     found = abbreviations(options, flag)
-    found += [opt for opt in difflib.get_close_matches(flag, known, n=count + len(found), cutoff=0.7) if opt not in found]
+    found += [
+        opt for opt in difflib.get_close_matches(flag, known, n=count + len(found), cutoff=0.7) if opt not in found
+    ]
     return found[:count]
 
 
@@ -192,7 +195,9 @@ def _check_values(name: str, option: Option, value: Any) -> str | None:
         if option.choices is not None and str(item) not in option.choices:
             near = difflib.get_close_matches(str(item), option.choices, n=1)
             hint = f"; did you mean {near[0]}?" if near else ""
-            return f"{name}: {item!s} is not one of {', '.join(option.choices)}{hint}"
+            many = len(option.choices) > 12
+            known = f"the {len(option.choices)} values it knows" if many else ", ".join(option.choices)
+            return f"{name}: {item!s} is not one of {known}{hint}"
         problem = _check_type(name, option, item)
         if problem:
             return problem
