@@ -31,11 +31,8 @@ def parse_wheel(filename: str) -> tuple[str, str, str, str, str] | None:
     parts = filename[:-4].split("-")
     if len(parts) not in (5, 6):
         return None
-    return normalize_name(parts[0]), parts[1].replace("_", "+", 1) if "+" not in parts[1] else parts[1], *_tags(parts)
-
-
-def _tags(parts: Sequence[str]) -> tuple[str, str, str]:
-    return parts[-3], parts[-2], parts[-1]
+    version = parts[1] if "+" in parts[1] else parts[1].replace("_", "+", 1)
+    return normalize_name(parts[0]), version, parts[-3], parts[-2], parts[-1]
 
 
 def misfit(filename: str, target: Target) -> str | None:
@@ -46,17 +43,13 @@ def misfit(filename: str, target: Target) -> str | None:
     _name, _version, pythons, abis, platforms = parsed
     if not any(_python_fits(p, a, target.python) for p in pythons.split(".") for a in abis.split(".")):
         return f"is for {pythons}, this Python is {target.python[0]}.{target.python[1]}"
-    reasons = [_platform_misfit(platform, target) for platform in _split_platforms(platforms)]
+    reasons = [_platform_misfit(platform, target) for platform in platforms.split(".")]
     return None if None in reasons else str(reasons[0])
-
-
-def _split_platforms(text: str) -> list[str]:
-    return text.split(".")
 
 
 def _python_fits(tag: str, abi: str, python: tuple[int, int]) -> bool:
     match = re.match(r"^(py|cp)(\d)(\d*)$", tag)
-    if match is None or int(match[2]) != python[0]:
+    if match is None or int(match[2]) != python[0] or re.match(r"^cp\d+t", abi):  # cp313t: free-threaded builds
         return False
     minor = int(match[3]) if match[3] else None
     if match[1] == "py":
