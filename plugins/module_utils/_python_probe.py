@@ -53,7 +53,8 @@ if "packages" in sys.argv[1:]:
                 if name.endswith(".py"):
                     path = os.path.join(folder, name)
                     stat = os.stat(path)
-                    seen.update(("%s %d %d\n" % (os.path.relpath(path, root), stat.st_size, int(stat.st_mtime))).encode())
+                    line = "%s %d %d\n" % (os.path.relpath(path, root), stat.st_size, int(stat.st_mtime))
+                    seen.update(line.encode())
         out["engine"], out["fingerprint"] = root, seen.hexdigest()[:16]
 print(json.dumps(out))
 """
@@ -85,12 +86,14 @@ class Interpreter:
 
 
 def probe(runner: Runner, python: str, *, packages: bool = False) -> Interpreter | str:
-    """Run an interpreter and ask it; returns the reason in one line when it doesn't run (a dead shim, a broken link)."""
+    """Run an interpreter and ask it; returns the reason in one line when it doesn't run (a dead shim, say)."""
     argv = [python, "-I", "-c", SCRIPT] + (["packages"] if packages else [])
     done = runner.run(argv, timeout=60.0, cwd="/")
     if done.rc != 0:
         lines = [line.strip() for line in (done.stderr or done.stdout).splitlines() if line.strip()]
-        return f"{python}: {lines[-1] if lines else 'does not run'} (rc {done.rc})"
+        # a traceback's cause is its last line; a shell's or a shim's message is its first
+        cause = (lines[-1] if "Traceback" in lines[0] else lines[0]) if lines else "does not run"
+        return f"{cause if cause.startswith(python) else f'{python}: {cause}'} (rc {done.rc})"
     try:
         data = json.loads(done.stdout.strip().splitlines()[-1])
         version = tuple(data["version"])

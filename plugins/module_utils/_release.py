@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -82,7 +81,7 @@ class Spec:
     @property
     def release_name(self) -> str:
         """The release's name; by default the version, or the folder of the user's venv."""
-        return self.name or (os.path.basename(self.venv.rstrip("/")) if self.venv else self.version)
+        return self.name or (Path(self.venv).name if self.venv else self.version)
 
     @property
     def folder(self) -> str:
@@ -234,8 +233,8 @@ def refusal(spec: Spec, pins: Sequence[Pin], found: Folder, python_minor: str = 
         return None
     shown = changes[:10] + ([f"and {len(changes) - 10} more"] if len(changes) > 10 else [])
     return (
-        f"{where} is complete and was made from other inputs: {'; '.join(shown)}. A release is immutable, servers may be "
-        "running from it. Remedy: choose a new release name (sglang_server_release)"
+        f"{where} is complete and was made from other inputs: {'; '.join(shown)}. A release is immutable, "
+        "servers may be running from it. Remedy: choose a new release name (sglang_server_release)"
     )
 
 
