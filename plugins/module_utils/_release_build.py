@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ansible_collections.gpufleet.sglang.plugins.module_utils import _release_install as inst
+from ansible_collections.gpufleet.sglang.plugins.module_utils._install_errors import explain
 from ansible_collections.gpufleet.sglang.plugins.module_utils._instance import Release
 from ansible_collections.gpufleet.sglang.plugins.module_utils._lock import Pin, differences, same_version
 from ansible_collections.gpufleet.sglang.plugins.module_utils._options_read import (
@@ -53,6 +54,7 @@ from ansible_collections.gpufleet.sglang.plugins.module_utils._wheels import byt
 GIB = 1024**3
 NEEDED = {"cuda": 14 * GIB, "cpu": 4 * GIB}  # unpacked venv and what the installer holds meanwhile
 UNPACKED = 4.5  # a venv is this much larger than its wheels (measured: 0.53 GB of wheels, 2.3 GB)
+BOOTSTRAP = ("pip", "setuptools", "wheel")  # part of the venv, not of the release
 LOCK_TIMEOUT = 7200.0
 
 
@@ -83,12 +85,15 @@ class Outcome:
     seconds: float = 0.0
     diff: list[dict[str, str]] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
+    interpreter: Interpreter | None = None  # the venv's, when there is one
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data, without the warnings (Ansible has its own place for them)."""
-        data = asdict(self)
-        del data["warnings"]
-        return data
+        return asdict(replace(self, interpreter=None), dict_factory=_public)
+
+
+def _public(items: list[tuple[str, Any]]) -> dict[str, Any]:
+    return {key: value for key, value in items if key not in ("warnings", "interpreter")}
 
 
 def ensure(spec: Spec, tools: Tools, *, check: bool) -> Outcome:
@@ -116,10 +121,10 @@ def _verified(spec: Spec, pins: Sequence[Pin], tools: Tools, what: str) -> Outco
     elif version and spec.version and not same_version(spec.version, version) and not pins:
         problems.append(f"{what}: sglang {version} is installed, {spec.version} is wanted")
     if problems:
-        pip = f"{spec.python_path} -m pip install --no-deps NAME==VERSION"
-        raise ReleaseError([*problems, f"Remedy: restore these versions ({pip}), or choose a new release name"])
+        remedy = "install these versions again with pip or uv and --no-deps, or choose a new release name"
+        raise ReleaseError([*problems, f"Remedy: {remedy}"])
     release = Release(spec.release_name, spec.folder, spec.python_path, version)
-    return Outcome(release, version, of_interest(found.packages, INTERESTING))
+    return Outcome(release, version, of_interest(found.packages, INTERESTING), interpreter=found)
 
 
 def _own(spec: Spec, pins: Sequence[Pin], tools: Tools, *, check: bool) -> Outcome:
@@ -255,19 +260,19 @@ def _build(
             with log.open("rb") as output:
                 output.seek(begin)
                 text = output.read().decode("utf-8", errors="replace")
-            raise ReleaseError([inst.explain(what, rc, text, str(log))], str(log))
+            raise ReleaseError([explain(what, rc, text, str(log))], str(log))
     shutil.rmtree(scratch, ignore_errors=True)
     verified = _verified(spec, pins, tools, spec.folder)
-    found = probe(tools.runner, spec.python_path, packages=True)
-    if isinstance(found, str):
-        raise ReleaseError([f"{spec.folder}: {found}"], str(log))
+    found = verified.interpreter
+    if found is None:
+        raise ReleaseError([f"{spec.folder}: its interpreter wasn't asked"], str(log))
     inputs = inputs_of(spec, pins)
     record = Record(
         name=spec.release_name,
         fingerprint=fingerprint_of(inputs, found.minor),
         inputs=inputs,
         python=found.minor,
-        packages=dict(found.packages),
+        packages={name: version for name, version in found.packages.items() if name not in BOOTSTRAP},
         installer=installer.kind,
         installed_at=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         seconds=round(tools.clock() - started, 1),
@@ -288,8 +293,8 @@ def _build(
 def _with_options(spec: Spec, outcome: Outcome, tools: Tools, *, check: bool) -> Outcome:
     outcome = replace(outcome, options_file=spec.options_path)
     version = outcome.release.version
-    found = probe(tools.runner, spec.python_path, packages=True) if version else ""
-    if isinstance(found, str):  # not installed yet: check mode
+    found = outcome.interpreter
+    if found is None:  # not installed yet: check mode
         return outcome
     if cached(spec.options_path, version, spec.folder, found.fingerprint):
         return outcome

@@ -8,7 +8,6 @@ from __future__ import annotations
 import configparser
 import ctypes
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -194,53 +193,3 @@ def venv_package(interpreter: Interpreter, debian: bool) -> str:
         return f"the system package with venv and ensurepip for Python {interpreter.minor}"
     name = Path(interpreter.path).name
     return "python3-venv" if name == "python3" else f"python{interpreter.minor}-venv"
-
-
-_NOISE = re.compile(
-    r"^(\[notice\]|WARNING: (Retrying|Location|You are using|Running pip)|Looking in|\s*Downloading )", re.I
-)
-_CAUSE = re.compile(
-    r"(\berror\b|×|╰─▶|No space|No matching|hint:|Caused by|cause:|not found|MATCH THE HASHES|Expected|Got)", re.I
-)
-
-# text in the output, in lower case -> remedy; the first that is there counts
-_REMEDIES: tuple[tuple[tuple[str, ...], str], ...] = (
-    (("no space left on device",), "free space on that file system, or put releases_dir on another one"),
-    (("do not match the hashes", "hash mismatch"), "the file isn't the one the lock was made from: fetch it anew or renew the lock"),
-    (("hashes are required", "requires all requirements to have a hash", "in `--require-hashes` mode"),
-     "give every line of the lock a hash, or none"),
-    (("no module named ensurepip", "ensurepip is not available"), "install python3-venv"),
-    (("certificate_verify_failed", "invalid peer certificate"), "trust the index's certificate on this host (SSL_CERT_FILE, PIP_CERT)"),
-    (("401 ", "403 ", "unauthorized"), "the index wants other credentials: put them into index_url"),
-    (("name resolution", "name or service not known", "dns error", "network is unreachable", "connection refused",
-      "failed to establish a new connection", "connecttimeout", "timed out", "error sending request", "network connectivity is disabled"),
-     "no network to the package index from this host: set index_url to one it reaches, or wheel_dir to a folder of wheels on it"),
-    (("requires a different python", "requires-python"), "use another Python (python), or other versions"),
-    (("not a supported wheel", "no wheels with a matching", "has no wheels", "platform tag"),
-     "the wheel is for another Python, machine or a newer glibc: use another Python (python), or other wheels"),
-    (("no matching distribution", "no solution found", "no version of", "not found in the package registry", "not found in the provided"),
-     "correct the version, or add an index (extra_index_urls) or a wheel folder that has it for this Python and machine"),
-    (("subprocess-exited-with-error", "failed building", "failed to build", "build backend"),
-     "there is no wheel for this host, only a source package that doesn't build: choose a version that has a wheel"),
-)  # fmt: skip
-
-
-def causes(output: str, count: int = 6) -> list[str]:
-    """Return the last lines that say what went wrong, without the installer's chatter."""
-    lines = [line.rstrip() for line in output.splitlines() if line.strip() and not _NOISE.match(line)]
-    telling = [line for line in lines if _CAUSE.search(line) and not line.startswith("$ ")]
-    return list(dict.fromkeys(telling or lines))[-count:]
-
-
-def explain(what: str, rc: int, output: str, log: str) -> str:
-    """Say why a command failed: its last causal lines and the remedy."""
-    text = output.lower()
-    remedy = next(
-        (r for signs, r in _REMEDIES if any(sign in text for sign in signs)), "read the log and correct the cause"
-    )
-    if rc == TIMED_OUT:
-        remedy = "it ran out of time: is the index slow? A wheel folder on the host (wheel_dir) is faster"
-    elif rc > 128 and remedy.startswith("read"):
-        remedy = f"it was ended by signal {rc - 128}: enough memory? Run again, it starts from the beginning"
-    lines = "\n".join(f"  {line.strip()}" for line in causes(output))
-    return f"{what} failed (rc {rc}):\n{lines}\n  log: {log}\nRemedy: {remedy}"
