@@ -286,7 +286,7 @@ def _build(
         installer=installer.kind,
         log=str(log),
         seconds=record.seconds,
-        diff=[packages_diff(spec, {}, found.packages)],
+        diff=[packages_diff(spec, {}, record.packages)],
     )
 
 
@@ -295,7 +295,7 @@ def _with_options(spec: Spec, outcome: Outcome, tools: Tools, *, check: bool) ->
     version = outcome.release.version
     found = outcome.interpreter
     if found is None:  # not installed yet: check mode
-        return outcome
+        return replace(outcome, diff=[*outcome.diff, _options_diff(spec, outcome.expected_version)])
     if cached(spec.options_path, version, spec.folder, found.fingerprint):
         return outcome
     changed = replace(outcome, changed=True, diff=[*outcome.diff, _options_diff(spec, version)])

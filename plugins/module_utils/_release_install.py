@@ -173,6 +173,8 @@ def install_command(spec: Spec, pins: Sequence[Pin], installer: Installer) -> li
 def install_environment(spec: Spec, installer: Installer, scratch: str) -> dict[str, str]:
     """Return the environment to add: index addresses (they may hold passwords) and a scratch folder."""
     env = {"TMPDIR": scratch}
+    if installer.kind == "pip" and spec.wheel_dir:  # that folder and nothing else, whatever pip's configuration adds
+        env.update(PIP_CONFIG_FILE=os.devnull, PIP_FIND_LINKS="", PIP_CONSTRAINT="")
     if installer.kind == "uv":
         env["UV_PYTHON_DOWNLOADS"] = "never"
         if spec.index_url:

@@ -1,7 +1,7 @@
 #!/usr/bin/python
 # Copyright: The gpufleet.sglang contributors
 # GNU General Public License v3.0+ (see LICENSE or https://www.gnu.org/licenses/gpl-3.0.txt)
-# SPDX-License-Identifier: GPL-3.0-or-later
+"""Make a release of SGLang, or verify an existing venv."""
 
 from __future__ import annotations
 
