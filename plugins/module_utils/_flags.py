@@ -8,8 +8,9 @@ from __future__ import annotations
 import difflib
 import json
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Mapping, Sequence
+from typing import Any
 
 from ansible_collections.gpufleet.sglang.plugins.module_utils._finding import Finding
 from ansible_collections.gpufleet.sglang.plugins.module_utils._options import EngineOptions
@@ -66,7 +67,10 @@ OWNED: dict[str, tuple[str, str]] = {
     "device": ("the plan sets it", "Set sglang_server_device"),
     "base-gpu-id": ("each server sees its own GPU only", "List the GPUs in sglang_server_gpus"),
     "gpu-id-step": ("each server sees its own GPU only", "List the GPUs in sglang_server_gpus"),
-    "config": ("it would bring in flags that the plan has not checked", "Write its options into sglang_server_extra_args"),
+    "config": (
+        "it would bring in flags that the plan has not checked",
+        "Write its options into sglang_server_extra_args",
+    ),
     "help": ("it ends the engine", "Leave it out"),
     "h": ("it ends the engine", "Leave it out"),
     "api-key": (
