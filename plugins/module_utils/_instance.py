@@ -6,9 +6,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Mapping
+from typing import Any
 
 SCHEMA = 1
 
@@ -129,5 +130,8 @@ def with_applied(plan: Plan, applied: Mapping[int, Instance]) -> Plan:
     units still run what an earlier plan said; whoever looks at servers must look at those ports.
     """
     planned = {item.gpu: item for item in plan.instances}
-    merged = {**planned, **{gpu: replace(item, canary=gpu in planned and planned[gpu].canary) for gpu, item in applied.items()}}
+    merged = {
+        **planned,
+        **{gpu: replace(item, canary=gpu in planned and planned[gpu].canary) for gpu, item in applied.items()},
+    }
     return replace(plan, instances=[merged[gpu] for gpu in sorted(merged)])

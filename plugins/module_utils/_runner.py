@@ -8,8 +8,9 @@ from __future__ import annotations
 import contextlib
 import os
 import subprocess
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Mapping, Protocol, Sequence
+from typing import Protocol
 
 TIMED_OUT = 124
 NOT_FOUND = 127

@@ -5,9 +5,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Sequence
 
 from ansible_collections.gpufleet.sglang.plugins.module_utils._runner import Runner
 

@@ -41,7 +41,11 @@ def exec_start(argv: Sequence[object]) -> str:
 def render(template: str, variables: Mapping[str, Any]) -> str:
     """Render the template file with the variables; an undefined one is an error, not an empty string."""
     env = jinja2.Environment(
-        undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True, autoescape=False
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        autoescape=False,
     )
     env.filters["environment_value"] = environment_value
     env.filters["exec_start"] = exec_start
