@@ -107,7 +107,7 @@ class Flag:
     values: tuple[str, ...] = ()
 
     def argv(self) -> list[str]:
-        """Return the elements of the command line; a text that begins with a dash is tied to its flag, else argparse misreads it."""
+        """Return the command line's elements; a text that begins with a dash is tied to its flag (argparse)."""
         if len(self.values) == 1 and self.values[0].startswith("-") and _number(self.values[0]) is None:
             return [f"--{self.name}={self.values[0]}"]
         return [f"--{self.name}", *self.values]

@@ -134,13 +134,13 @@ def smi_problem(done: Result, timeout: float) -> Finding:
         return Finding(
             "nvidia_smi_hung",
             f"nvidia-smi did not answer within {timeout:g} s",
-            "A GPU has probably fallen off the bus or the driver hangs: look for NVRM and Xid in the kernel log, then reboot the host",
+            "A GPU has fallen off the bus or the driver hangs: look for NVRM and Xid in the kernel log, then reboot",
         )
     if done.rc == NOT_FOUND:
         return Finding(
             "nvidia_smi_missing",
             "nvidia-smi is not on this host",
-            "Install the NVIDIA driver (in a container: pass its userland tools in), or set sglang_server_device to cpu",
+            "Install the NVIDIA driver (in a container: its userland tools), or set sglang_server_device to cpu",
         )
     if "version mismatch" in said.lower():
         return Finding(

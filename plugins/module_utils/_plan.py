@@ -283,7 +283,7 @@ def _shared_values(flags_by_slot: Sequence[tuple[Slot, list[Flag]]]) -> list[Fin
     return [
         Finding(
             "flag_shared",
-            f"--{name} {' '.join(values)} is the same for GPUs {', '.join(map(str, gpus))}: only one of them could start",
+            f"--{name} {' '.join(values)} is the same for GPUs {', '.join(map(str, gpus))}: only one would start",
             "Leave it out, or give each its own in sglang_server_instances",
         )
         for (name, values), gpus in seen.items()

@@ -140,7 +140,7 @@ def port_problems(slots: Sequence[Slot], listeners: Sequence[Listener]) -> list[
     inside = [slot for slot in slots if slot.port in TORCH_STORE]
     if inside:
         ports = ", ".join(str(slot.port) for slot in inside)
-        text = f"ports {ports} lie in 22000-29999, where torch picks the ports of its stores: a start may find its port taken by chance"
+        text = f"ports {ports} lie in 22000-29999, where torch picks its stores' ports: a server may find its own taken"
         findings.append(Finding("port_torch_range", text, "Use ports from 30000 on", WARNING))
     for slot in slots:
         for holder in holders(listeners, slot.host, slot.port):
