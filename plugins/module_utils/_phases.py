@@ -79,7 +79,7 @@ class LogDigest:
 
     phase: str = "none"
     phase_times: dict[str, float] = field(default_factory=dict)
-    lines: int = 0  # fed so far
+    lines: int = 0  # fed so far, without the traffic that probes cause themselves
     kv_tokens: int | None = None
     max_running_requests: int | None = None
     bind_error: str = ""
@@ -96,7 +96,6 @@ class LogDigest:
 
     def feed(self, text: str, time: float = 0.0) -> None:
         """Take one line of the log, as the journal has it."""
-        self.lines += 1
         self._reach("process", time)
         raw = _ANSI.sub("", text.rsplit("\r", 1)[-1])[: MAX_CHARS * 8].rstrip()
         line = _STAMP.sub("", raw, count=1)
@@ -104,6 +103,7 @@ class LogDigest:
         if _TRAFFIC.match(line):
             self.in_traceback, self.message = False, 0
             return
+        self.lines += 1
         if self._traceback(line, stamped, time):
             return
         if _BIND.search(line) and not self.bind_error:

@@ -9,9 +9,11 @@ deadline for all of it, however slowly the bytes drip.
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -66,54 +68,59 @@ class _Request:
     def __init__(self, host: str, port: int, method: str, path: str, timeout: float, **more: Any) -> None:
         self.what = f"{method} {path}"
         self.timeout = timeout
-        self.deadline = time.monotonic() + timeout
+        self.expired = False
         self.connection = http.client.HTTPConnection(host, port, timeout=timeout)
-        self.sock: socket.socket | None = None
+        self.alarm = threading.Timer(timeout, self._expire)
+        self.alarm.daemon = True
         self.method, self.path = method, path
         self.body: bytes | None = more.get("body")
         self.headers: dict[str, str] = more.get("headers") or {}
 
+    def _expire(self) -> None:
+        # a socket's own time-out starts again with every byte; this one does not
+        self.expired = True
+        sock = self.connection.sock or self.sock
+        if sock is not None:
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+
     def __enter__(self) -> http.client.HTTPResponse:
+        self.sock: socket.socket | None = None
+        self.alarm.start()
         try:
             self.connection.connect()
-            self.sock = self.connection.sock
+            self.sock = self.connection.sock  # http.client forgets it once the response is to be read to its end
             self.connection.request(self.method, self.path, self.body, {"Connection": "close", **self.headers})
-            self.tick()
             self.response = self.connection.getresponse()
-        except TimeoutError as exc:
-            self.connection.close()
-            raise ProbeError(f"{self.what}: no answer within {self.timeout:g} s") from exc
         except (OSError, http.client.HTTPException) as exc:
+            self.alarm.cancel()
             self.connection.close()
+            if self.expired or isinstance(exc, TimeoutError):
+                raise ProbeError(f"{self.what}: no answer within {self.timeout:g} s") from exc
             raise ProbeError(f"{self.what}: {_said(exc)}") from exc
         return self.response
 
     def __exit__(self, *_exc: object) -> None:
+        self.alarm.cancel()
         self.response.close()
         self.connection.close()
-
-    def tick(self) -> None:
-        """Let the next socket operation wait only for what is left of the deadline."""
-        left = self.deadline - time.monotonic()
-        if left <= 0:
-            raise TimeoutError
-        if self.sock is not None:
-            self.sock.settimeout(left)
 
     def chunks(self) -> Iterator[bytes]:
         """Yield the body as it comes, at most MAX_BODY of it; raises ProbeError past the deadline."""
         total = 0
+        late = f"{self.what}: the answer was not complete within {self.timeout:g} s"
         try:
             while total < MAX_BODY:
-                self.tick()
                 data = self.response.read1(65536)
+                if self.expired:
+                    raise ProbeError(late)
                 if not data:
                     return
                 total += len(data)
                 yield data
-        except TimeoutError as exc:
-            raise ProbeError(f"{self.what}: the answer was not complete within {self.timeout:g} s") from exc
         except (OSError, http.client.HTTPException, ValueError) as exc:
+            if self.expired or isinstance(exc, TimeoutError):
+                raise ProbeError(late) from exc
             raise ProbeError(f"{self.what}: the answer broke off: {_said(exc)}") from exc
 
     def lines(self) -> Iterator[bytes]:
@@ -186,6 +193,8 @@ class Probe:
         if kind in ("abort", "error"):
             why = finish.get("message", "") if isinstance(finish, dict) else ""
             raise ProbeError(f"POST /generate ended with {kind}: {_said(why)}")
+        if times and kind is None:
+            raise ProbeError(f"POST /generate broke off after {times[-1][1]} tokens")
         if not times:
             raise ProbeError("POST /generate answered 200 but no tokens came back")
         (first, at_first), (end, count) = times[0], times[-1]
