@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import os
 import subprocess
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Mapping, Protocol, Sequence
+from typing import Protocol
 
 TIMED_OUT = 124
 NOT_FOUND = 127
@@ -61,7 +62,13 @@ class SubprocessRunner:
         full = {**os.environ, "LC_ALL": "C.UTF-8", "LANG": "C.UTF-8", **(env or {})}
         try:
             done = subprocess.run(
-                list(argv), stdin=subprocess.DEVNULL, capture_output=True, timeout=timeout, env=full, cwd=cwd, check=False
+                list(argv),
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                timeout=timeout,
+                env=full,
+                cwd=cwd,
+                check=False,
             )
         except subprocess.TimeoutExpired as exc:
             return Result(TIMED_OUT, _text(exc.stdout), f"{argv[0]} did not finish within {timeout:g} s")
