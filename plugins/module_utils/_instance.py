@@ -6,9 +6,10 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Mapping
+from typing import Any
 
 SCHEMA = 1
 
@@ -102,3 +103,35 @@ def read_plan(path: str) -> Plan:
         raise PlanFileError(f"{path}: {exc.strerror}: nothing has been deployed here yet") from exc
     except (ValueError, PlanFileError) as exc:
         raise PlanFileError(f"{path}: {exc}") from exc
+
+
+def applied_file(config_dir: str, gpu: int) -> Path:
+    """Return the path of the instance as it was last rendered: it changes and is restored with the unit."""
+    return Path(config_dir) / f"{gpu}.json"
+
+
+def read_applied(config_dir: str) -> dict[int, Instance]:
+    """Return the rendered instances by GPU; a file that is not one is left out."""
+    found = {}
+    for path in Path(config_dir).glob("[0-9]*.json"):
+        if not path.stem.isdigit():
+            continue
+        try:
+            found[int(path.stem)] = instance_from_dict(json.loads(path.read_text(encoding="utf-8")))
+        except (OSError, ValueError, PlanFileError):
+            continue
+    return dict(sorted(found.items()))
+
+
+def with_applied(plan: Plan, applied: Mapping[int, Instance]) -> Plan:
+    """Return the plan with what really lies on the host.
+
+    plan.json says what is wanted. After a rollout that stopped half way, or restored a server, some
+    units still run what an earlier plan said; whoever looks at servers must look at those ports.
+    """
+    planned = {item.gpu: item for item in plan.instances}
+    merged = {
+        **planned,
+        **{gpu: replace(item, canary=gpu in planned and planned[gpu].canary) for gpu, item in applied.items()},
+    }
+    return replace(plan, instances=[merged[gpu] for gpu in sorted(merged)])

@@ -5,9 +5,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Sequence
 
 from ansible_collections.gpufleet.sglang.plugins.module_utils._runner import Runner
 
@@ -29,6 +29,7 @@ PROPERTIES = (
     "ControlGroup",
     "NeedDaemonReload",
     "FragmentPath",
+    "Job",
 )
 
 
@@ -57,6 +58,7 @@ class UnitState:
     control_group: str = ""
     need_daemon_reload: bool = False
     fragment_path: str = ""
+    job: bool = False  # a start or stop job is queued or runs
 
     @property
     def exists(self) -> bool:
@@ -94,6 +96,7 @@ def parse_show(text: str) -> dict[str, UnitState]:
             control_group=values.get("ControlGroup", ""),
             need_daemon_reload=values.get("NeedDaemonReload") == "yes",
             fragment_path=values.get("FragmentPath", ""),
+            job=values.get("Job", "") not in ("", "0"),
         )
     return states
 
