@@ -32,6 +32,7 @@ cd "$top"
 git ls-files -z --cached --others --exclude-standard -- . ':!.collections' \
   | while IFS= read -r -d '' f; do [ -e "$f" ] && printf '%s\0' "$f"; done | xargs -0 cp --parents -t "$dest"
 cd "$dest"
+git init -q                                # else the repository around it, which ignores .cache, would list no file
 command=$1
 shift
 exec ansible-test "$command" --venv --python "$(python -c 'import sys; print("%d.%d" % sys.version_info[:2])')" --color no "$@"

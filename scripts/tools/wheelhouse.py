@@ -172,7 +172,7 @@ def build(recipe: Recipe, python: str, index: str) -> None:
 
 def _project_name(project: Path) -> str:
     for line in (project / "pyproject.toml").read_text(encoding="utf-8").splitlines():
-        key, _, value = line.partition("=")
+        key, _equals, value = line.partition("=")
         if key.strip() == "name":
             return value.strip().strip('"')
     raise WheelhouseError(f"{project}/pyproject.toml names no project")

@@ -42,7 +42,7 @@ def read(port: int) -> dict[str, float]:
             continue
     faults: dict[str, float] = {}
     for item in text.replace("\n", ",").split(","):
-        name, _, seconds = item.strip().partition(":")
+        name, _colon, seconds = item.strip().partition(":")
         if name:
             if name not in KNOWN:
                 raise SystemExit(f"stand-in: unknown fault {name!r}; known: {' '.join(sorted(KNOWN))}")
