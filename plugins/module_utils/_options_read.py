@@ -193,8 +193,10 @@ def _remedy(text: str, rc: int, device: str, no_parser: bool) -> str:
         )
     if "No module named" in text:
         return "Remedy: a package is missing from the lock or the requirements: add it and choose a new release name."
+    if "ImportError" in text and "is required for" in text:
+        return "Remedy: two packages don't fit each other: correct the lock and choose a new release name."
     if no_parser:
-        return "Remedy: this version keeps its parser in a place not known here: use SGLang 0.5.10 to 0.5.23, or report it."
+        return "Remedy: this version keeps its parser in a place not known here: use 0.5.10 to 0.5.23, or report it."
     if rc >= 128:
         return f"Remedy: the interpreter was ended by signal {rc - 128}: out of memory, or a wheel for another CPU."
     return "Remedy: run the command above by hand in the venv: `python -c 'import sglang.srt.server_args'`."
