@@ -259,6 +259,7 @@ def describe(instance: Instance, memory: Memory, look: Look, verdict: Verdict, h
         "url": f"http://{address}:{instance.port}",
         "state": verdict.state,
         "phase": phase,
+        "phases": _phases(memory, look),
         "reason": verdict.reason,
         "seconds": None if seconds is None else round(seconds, 1),
         "seconds_to_ready": _seconds_to_ready(memory, look, ready),
@@ -282,6 +283,13 @@ def describe(instance: Instance, memory: Memory, look: Look, verdict: Verdict, h
         "main_pid": unit.main_pid or None,
         "restarts": unit.restarts,
     }
+
+
+def _phases(memory: Memory, look: Look) -> dict[str, float]:
+    started = look.unit.started
+    if not started or look.unit.invocation_id != memory.invocation:
+        return {}
+    return {phase: round(max(0.0, at - started), 1) for phase, at in look.digest.phase_times.items()}
 
 
 def _seconds_to_ready(memory: Memory, look: Look, ready: bool) -> float | None:

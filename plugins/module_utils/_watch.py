@@ -340,7 +340,9 @@ def select(plan: str, given: Sequence[Mapping[str, Any]] | None, units: Sequence
     """
     host = socket.gethostname()
     if given is not None:
-        instances = [instance_from_dict({**INSTANCE_DEFAULTS, **item}) for item in given]
+        instances = [
+            instance_from_dict({**INSTANCE_DEFAULTS, **item, "port": int(item.get("port", 0))}) for item in given
+        ]
     elif not Path(plan).exists():
         return Chosen([], host, f"{plan} does not exist: nothing has been deployed on this host")
     else:
