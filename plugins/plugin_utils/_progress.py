@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 HEARTBEAT = 30.0  # s of silence
-MAX_LINE = 240
+MAX_LINE = 300
 
 
 class Progress:
