@@ -179,6 +179,8 @@ def _preflight(
 ) -> tuple[Interpreter | None, list[str]]:
     problems = list(installer.problems)
     good, bad = find_interpreters(tools.runner, spec.python)
+    if installer.kind == "pip":  # one that can make venvs, before one that first needs a system package for it
+        good.sort(key=lambda found: not (found.venv and found.ensurepip))
     files: dict[str, int] = {}
     if spec.wheel_dir:
         try:

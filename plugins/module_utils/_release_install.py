@@ -33,7 +33,6 @@ class LogRunner(Protocol):
 
     def run(self, argv: Sequence[str], *, log: str, env: Mapping[str, str], timeout: float, keep: Sequence[int]) -> int:
         """Run argv, append its output to log, keep the given file descriptors open in it; returns the exit status."""
-        ...
 
 
 class SubprocessLogRunner:
@@ -50,7 +49,7 @@ class SubprocessLogRunner:
             out.write(("$ " + " ".join(argv) + "\n").encode())
             out.flush()
             try:
-                child = subprocess.Popen(
+                child = subprocess.Popen(  # pylint: disable=ansible-bad-function
                     list(argv),
                     stdin=subprocess.DEVNULL,
                     stdout=out,
