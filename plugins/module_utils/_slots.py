@@ -136,7 +136,9 @@ def port_problems(slots: Sequence[Slot], listeners: Sequence[Listener]) -> list[
     outside = [slot for slot in slots if not 1024 <= slot.port <= 65535]
     if outside:
         listed = ", ".join(f"port {slot.port} of GPU {slot.gpu}" for slot in outside)
-        findings.append(Finding("port_range", f"{listed}: outside 1024-65535", "Change sglang_server_base_port or port"))
+        findings.append(
+            Finding("port_range", f"{listed}: outside 1024-65535", "Change sglang_server_base_port or port")
+        )
     inside = [slot for slot in slots if slot.port in TORCH_STORE]
     if inside:
         ports = ", ".join(str(slot.port) for slot in inside)

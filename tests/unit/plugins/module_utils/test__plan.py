@@ -19,6 +19,7 @@ WHOLE = {
     "path": MODEL, "kind": "folder", "state": "folder", "config": "ok", "mistral_config": False, "tokenizer": True,
     "weights": 12, "pointers": [], "unreadable": [], "missing_shards": [],
 }  # fmt: skip
+HUB = {"path": "Qwen/Q", "kind": "hub"}
 CT200 = PlanSettings(
     name="ct200",
     model=MODEL,
@@ -177,7 +178,12 @@ def test_overrides_of_one_gpu():
     plan, problems, _warnings = build(wanted)
     assert problems == []
     other, three = plan.instances[2], plan.instances[3]
-    assert (three.port, three.host, three.probe_host, three.served_model_name) == (31000, "0.0.0.0", "127.0.0.1", "three")
+    assert (three.port, three.host, three.probe_host, three.served_model_name) == (
+        31000,
+        "0.0.0.0",
+        "127.0.0.1",
+        "three",
+    )
     assert three.argv[-2:] == ["--page-size", "16"]
     assert "--enable-metrics" not in three.argv
     assert "--disable-radix-cache" not in three.argv
@@ -191,7 +197,7 @@ def test_overrides_of_one_gpu():
 
 
 def held(port, unit, address="127.0.0.1"):
-    return facts(listeners=[Listener(address, port, 1, 812, "nginx", unit)])
+    return facts(listeners=[Listener(address, port, 812, "nginx", unit)])
 
 
 @pytest.mark.parametrize(
@@ -217,7 +223,7 @@ def held(port, unit, address="127.0.0.1"):
         ({"instances": [{"gpu": 1, "mem_fraction_statik": 0.5}]}, FACTS, "unknown_setting", "mem_fraction_static"),
         ({"instances": [{"gpu": 1, "extra_args": "x"}]}, FACTS, "bad_value", "dictionary"),
         ({"instances": [{"gpu": 1, "mem_fraction_static": 2}]}, FACTS, "bad_value", "GPU 1"),
-        ({}, held(30003, "nginx.service"), "port_taken", "port 30003 of GPU 3 is taken by pid 812 (nginx, nginx.service)"),
+        ({}, held(30003, "nginx.service"), "port_taken", "of GPU 3 is taken by pid 812 (nginx, nginx.service)"),
         ({}, held(30003, None, "::"), "port_taken", "no unit"),
         ({}, held(30003, "sglang@4.service"), "port_taken", "sglang@4.service"),
         ({"settings": {"mem_fraction_static": 85}}, FACTS, "bad_value", "between 0 and 1"),
@@ -264,7 +270,9 @@ def test_all_problems_at_once():
 
 
 def test_a_fleets_mistake_is_not_repeated_for_every_gpu_with_overrides():
-    wanted = settings(extra_args={"nope": 1}, instances=[{"gpu": 1, "dtype": "half"}, {"gpu": 2, "extra_args": {"nope": 2}}])
+    wanted = settings(
+        extra_args={"nope": 1}, instances=[{"gpu": 1, "dtype": "half"}, {"gpu": 2, "extra_args": {"nope": 2}}]
+    )
     _result, problems, _warnings = build(wanted)
     assert [item.code for item in problems] == ["unknown_flag"]
 
@@ -286,7 +294,7 @@ def test_our_own_server_on_the_port_is_no_conflict():
     ("wanted", "seen", "code"),
     [
         ({"base_port": 29000}, FACTS, "port_torch_range"),
-        ({"model": "Qwen/Q", "environment": {"HF_HUB_OFFLINE": "1"}}, facts(model={"path": "Qwen/Q", "kind": "hub"}), "model_offline"),
+        ({"model": "Qwen/Q", "environment": {"HF_HUB_OFFLINE": "1"}}, facts(model=HUB), "model_offline"),
         ({}, facts(model={**WHOLE, "tokenizer": False}), "model_tokenizer"),
         ({}, facts(findings=[Finding("toolkit_file", "unreadable", severity=WARNING)]), "toolkit_file"),
     ],
@@ -304,7 +312,7 @@ def test_when_nvidia_smi_did_not_answer_only_that_is_said():
 
 
 def test_a_hub_id_is_not_offline():
-    plan, problems, warnings = build(settings(model="Qwen/Q"), facts(model={"path": "Qwen/Q", "kind": "hub"}))
+    plan, problems, warnings = build(settings(model="Qwen/Q"), facts(model=HUB))
     assert (problems, warnings) == ([], [])
     assert "HF_HUB_OFFLINE" not in plan.instances[0].environment
 
@@ -325,4 +333,4 @@ def test_units_that_are_no_longer_planned():
 def test_lines_for_people():
     plan, _problems, _warnings = build(settings(gpus=["0"]))
     (line,) = _plan.describe(plan, FACTS.gpus)
-    assert line == f"GPU 0 (NVIDIA RTX PRO 6000 Blackwell Server Edition, {UUIDS[0]}): sglang@0.service on 127.0.0.1:30000, canary"
+    assert line == f"GPU 0 ({FACTS.gpus[0].name}, {UUIDS[0]}): sglang@0.service on 127.0.0.1:30000, canary"

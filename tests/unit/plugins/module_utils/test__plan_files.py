@@ -68,7 +68,7 @@ def test_engine_options(tmp_path):
     path.write_text(engine("0.5.16").to_json())
     assert _plan_files.engine_options(str(path)) == engine("0.5.16")
     path.write_text("{}")
-    with pytest.raises(_plan_files.PlanInputError, match="options.json"):
+    with pytest.raises(_plan_files.PlanInputError, match=r"options\.json"):
         _plan_files.engine_options(str(path))
 
 

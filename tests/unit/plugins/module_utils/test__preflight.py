@@ -70,7 +70,7 @@ def test_no_systemd_no_compiler(host, tmp_path):
 
 def test_a_driver_updated_without_a_reboot(host, tmp_path):
     (tmp_path / "driver/nvidia/version").write_text("NVRM version: NVIDIA UNIX  570.10  Release\n")
-    facts, findings = collect(host, Wanted())
+    _facts, findings = collect(host, Wanted())
     assert [item.code for item in findings] == ["driver_mismatch", "driver_mismatch"]
     assert "570.10" in findings[0].message
     assert "580.95.05" in findings[0].message
@@ -139,7 +139,9 @@ def test_an_old_gpu():
 
 def test_a_gpu_that_is_not_wanted_may_be_busy(tmp_path, host, runner):
     text = f"{UUIDS[7]}, 99, python, 80000\n"
-    runner.rules.insert(0, (("--query-compute-apps=gpu_uuid,pid,process_name,used_gpu_memory",), lambda argv: Result(0, text)))
+    runner.rules.insert(
+        0, (("--query-compute-apps=gpu_uuid,pid,process_name,used_gpu_memory",), lambda argv: Result(0, text))
+    )
     assert codes(host, gpus=["0", "1"]) == []
     assert codes(host) == ["gpu_busy"]
 

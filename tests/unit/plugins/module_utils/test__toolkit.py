@@ -10,7 +10,12 @@ import pytest
 from ansible_collections.gpufleet.sglang.plugins.module_utils import _toolkit
 from ansible_collections.gpufleet.sglang.plugins.module_utils._runner import Result, SubprocessRunner
 
-WHEELS = {"nvidia_cuda_nvcc": "13.0.88", "nvidia_cuda_crt": "13.0.88", "nvidia_nvvm": "13.0.88", "nvidia_cuda_runtime": "13.0.96"}
+WHEELS = {
+    "nvidia_cuda_nvcc": "13.0.88",
+    "nvidia_cuda_crt": "13.0.88",
+    "nvidia_nvvm": "13.0.88",
+    "nvidia_cuda_runtime": "13.0.96",
+}
 
 
 def tree(root: Path, *without: str, version="13.0.88", cudart="13000", links=True, cccl="3000001"):
