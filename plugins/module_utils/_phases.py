@@ -181,7 +181,7 @@ class LogDigest:
             # the rest of an exception's message: printed as it stands below its first line
             self.message -= 1
             target = self.symptoms if self.wrapped else self.tracebacks
-            if target and not _WRAPPER.search(line) and len(target[-1]) < MAX_CHARS:
+            if target and any(map(str.isalnum, line)) and not _WRAPPER.search(line) and len(target[-1]) < MAX_CHARS:
                 target[-1] = _cut(f"{target[-1]} {line.strip()}")
             return True
         if stamped or not line.strip():

@@ -189,9 +189,7 @@ def install_environment(spec: Spec, installer: Installer, scratch: str) -> dict[
     return env
 
 
-def venv_package(interpreter: Interpreter, debian: bool) -> str:
-    """Say which system package brings ensurepip."""
-    if not debian:
-        return f"the system package with venv and ensurepip for Python {interpreter.minor}"
+def venv_package(interpreter: Interpreter) -> str:
+    """Say which package of Debian and its family brings ensurepip."""
     name = Path(interpreter.path).name
     return "python3-venv" if name == "python3" else f"python{interpreter.minor}-venv"

@@ -10,18 +10,75 @@ import argparse
 import hashlib
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Sequence
+from typing import Any
 
 import numpy as np
 from safetensors.numpy import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-WORDS = (
-    "the a one and of in is to it hello world quick brown fox jumps over lazy dog system user assistant answer question"
-    " server model token memory graph kernel card fan cable rack light number green blue red small large warm cold ready"
-    " seven eight first last every never always here there good day night river mountain stone cloud"
-).split()
+WORDS = [
+    "the",
+    "a",
+    "one",
+    "and",
+    "of",
+    "in",
+    "is",
+    "to",
+    "it",
+    "hello",
+    "world",
+    "quick",
+    "brown",
+    "fox",
+    "jumps",
+    "over",
+    "lazy",
+    "dog",
+    "system",
+    "user",
+    "assistant",
+    "answer",
+    "question",
+    "server",
+    "model",
+    "token",
+    "memory",
+    "graph",
+    "kernel",
+    "card",
+    "fan",
+    "cable",
+    "rack",
+    "light",
+    "number",
+    "green",
+    "blue",
+    "red",
+    "small",
+    "large",
+    "warm",
+    "cold",
+    "ready",
+    "seven",
+    "eight",
+    "first",
+    "last",
+    "every",
+    "never",
+    "always",
+    "here",
+    "there",
+    "good",
+    "day",
+    "night",
+    "river",
+    "mountain",
+    "stone",
+    "cloud",
+]
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
@@ -31,7 +88,7 @@ HIDDEN, INTER, LAYERS, HEADS, KV_HEADS, HEAD_DIM, CONTEXT = 64, 128, 2, 4, 2, 16
 
 
 def vocabulary() -> tuple[dict[str, int], list[tuple[str, str]]]:
-    """Return a byte-level BPE: specials, all bytes, and each word (with its leading space) merged from left to right."""
+    """Return a byte-level BPE: specials, all bytes, and each word with its leading space, merged letter by letter."""
     vocab = {token: i for i, token in enumerate([*SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet())])}
     merges: list[tuple[str, str]] = []
     for word in WORDS:
@@ -89,8 +146,10 @@ def weights(vocab: dict[str, int]) -> dict[str, np.ndarray[Any, Any]]:
 def config(size: int) -> dict[str, Any]:
     """Return config.json."""
     return {
-        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": HIDDEN, "intermediate_size": INTER,
-        "num_hidden_layers": LAYERS, "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "head_dim": HEAD_DIM,
+        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": HIDDEN,
+        "intermediate_size": INTER,
+        "num_hidden_layers": LAYERS, "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS, "head_dim": HEAD_DIM,
         "vocab_size": size, "max_position_embeddings": CONTEXT, "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
         "hidden_act": "silu", "attention_bias": False, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
         "bos_token_id": 0, "eos_token_id": 2, "pad_token_id": 0,

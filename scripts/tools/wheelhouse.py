@@ -16,9 +16,10 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Sequence
+from typing import Any
 
 from packaging.utils import canonicalize_name, parse_wheel_filename
 from packaging.version import Version
@@ -41,9 +42,7 @@ class Recipe:
     projects: tuple[Path, ...]  # local projects, each named by a pin of the lock
 
 
-CPU_ENGINE = Recipe(
-    TOP / ".cache/wheels", TOP / "tests/cpu-engine/requirements.lock", (TOP / "tests/cpu-engine/shim",)
-)
+CPU_ENGINE = Recipe(TOP / ".cache/wheels", TOP / "tests/cpu-engine/requirements.lock", (TOP / "tests/cpu-engine/shim",))
 STANDIN = Recipe(
     TOP / ".cache/wheels-standin", TOP / "tests/standin-engine/requirements.lock", (TOP / "tests/standin-engine",)
 )
@@ -64,7 +63,7 @@ def read_pins(text: str) -> dict[str, str]:
 
 
 def missing_pins(pins: dict[str, str], wheels: Sequence[str]) -> list[str]:
-    """Return the pins no wheel of the folder satisfies; a pin without a local version takes any (2.13.0: 2.13.0+cpu)."""
+    """Return the pins that no wheel satisfies; a pin without a local version takes any (2.13.0: 2.13.0+cpu)."""
     have: dict[str, list[Version]] = {}
     for wheel in wheels:
         name, version, _build, _tags = parse_wheel_filename(wheel)
@@ -173,7 +172,7 @@ def build(recipe: Recipe, python: str, index: str) -> None:
 
 def _project_name(project: Path) -> str:
     for line in (project / "pyproject.toml").read_text(encoding="utf-8").splitlines():
-        key, _, value = line.partition("=")
+        key, _equals, value = line.partition("=")
         if key.strip() == "name":
             return value.strip().strip('"')
     raise WheelhouseError(f"{project}/pyproject.toml names no project")
@@ -181,8 +180,8 @@ def _project_name(project: Path) -> str:
 
 def _wanted(part: Path, pins: dict[str, str]) -> list[Path]:
     """Leave out what an interrupted run for an older lock left behind."""
-    return [p for p in sorted(part.glob("*.whl")) if not missing_pins({n: v for n, v in pins.items()
-            if n == str(parse_wheel_filename(p.name)[0])} or {"?": "0"}, [p.name])]  # fmt: skip
+    names = {p: str(parse_wheel_filename(p.name)[0]) for p in sorted(part.glob("*.whl"))}
+    return [p for p, n in names.items() if n in pins and not missing_pins({n: pins[n]}, [p.name])]
 
 
 def _publish(folder: Path, wheels: list[Path], print_: str) -> None:

@@ -1,6 +1,7 @@
 """Drive the playbooks as a user does, and look at the host from outside: systemctl, journal, HTTP.
 
-A molecule scenario's verify step runs these tests; FLEET_INVENTORY and FLEET_HOST say against what.
+A molecule scenario's verify step runs these tests; FLEET_INVENTORY (paths, colon between them) and
+FLEET_HOST say against what.
 """
 
 from __future__ import annotations
@@ -72,11 +73,11 @@ class Fleet:
     """One managed host."""
 
     def __init__(self, inventory: str, host: str) -> None:
-        self.inventory = inventory
+        self.inventory_args = [arg for path in inventory.split(":") for arg in ("-i", path)]
         self.host = host
         data = json.loads(
             subprocess.run(
-                [self.bin("ansible-inventory"), "-i", inventory, "--host", host],
+                [self.bin("ansible-inventory"), *self.inventory_args, "--host", host],
                 cwd=ROOT,
                 check=True,
                 capture_output=True,
@@ -112,7 +113,7 @@ class Fleet:
 
     def launch(self, playbook: str, *args: str, extra: dict | None = None, env: dict | None = None, **kw) -> Run:
         """Start a playbook; its lines are collected as they come."""
-        argv = [kw.get("program") or self.bin("ansible-playbook"), "-i", self.inventory]
+        argv = [kw.get("program") or self.bin("ansible-playbook"), *self.inventory_args]
         argv.append(playbook if playbook.count(".") > 1 else f"playbooks/{playbook}.yml")
         argv += list(args)
         if extra:

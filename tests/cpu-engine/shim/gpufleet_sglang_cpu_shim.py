@@ -16,7 +16,7 @@ _SCHEMA = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
 class _BeforeTorchvision(MetaPathFinder):
     """Finds nothing; acts once, when torchvision is looked for."""
 
-    def find_spec(self, fullname, path=None, target=None):  # noqa: ANN001, ARG002
+    def find_spec(self, fullname, path=None, target=None):
         """Declare the schemas and step out of the way."""
         if fullname == "torchvision":
             sys.meta_path.remove(self)

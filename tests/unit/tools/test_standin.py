@@ -29,12 +29,12 @@ def free_port() -> int:
 class Run:
     """One stand-in."""
 
-    def __init__(self, folder: Path, *args: str, fault: str = "", port: int = 0, speed: str = "2000", **env: str) -> None:
+    def __init__(self, folder: Path, *args: str, fault: str = "", port: int = 0, **env: str) -> None:
         self.port = port or free_port()
         (folder / "model").mkdir(exist_ok=True)
         (folder / "model" / "model.safetensors").touch()
         argv = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(folder / "model"), "--device", "cpu"]
-        environment = {**os.environ, "PYTHONPATH": str(ENGINE), "STANDIN_SPEED": speed, "STANDIN_FAULT": fault, **env}
+        environment = {**os.environ, "PYTHONPATH": str(ENGINE), "STANDIN_SPEED": "2000", "STANDIN_FAULT": fault, **env}
         self.log = folder / f"{self.port}-{time.monotonic_ns()}.log"
         with self.log.open("w") as out:
             self.process = subprocess.Popen(
@@ -132,7 +132,8 @@ def test_answers_have_the_keys_of_the_recorded_ones(start):
 
 @pytest.mark.parametrize("path, body", [("/generate", BODIES[4][2]), ("/v1/chat/completions", CHAT)])
 def test_streams(start, path, body):
-    status, data = start().ready().ask("POST", path, {**body, "stream": True, "stream_options": {"include_usage": True}})
+    request = {**body, "stream": True, "stream_options": {"include_usage": True}}
+    status, data = start().ready().ask("POST", path, request)
     events = [line[6:] for line in data.decode().split("\n\n") if line]
     assert status == 200 and events.pop() == "[DONE]"
     parsed = [json.loads(event) for event in events]
@@ -170,12 +171,12 @@ def test_sigterm_drains(start):
     assert "Remaining number of requests 1" in run.text()
 
 
-@pytest.mark.parametrize("name, line", [("scheduler", "Subprocess scheduler_0"), ("detokenizer", "Subprocess detokenizer")])
-def test_a_killed_child_takes_the_server_down(start, name, line):
+@pytest.mark.parametrize("name, subprocess_name", [("scheduler", "scheduler_0"), ("detokenizer", "detokenizer")])
+def test_a_killed_child_takes_the_server_down(start, name, subprocess_name):
     run = start().ready()
     os.kill(run.children()[f"sglang::{name}"], signal.SIGKILL)
     assert run.ended() == -signal.SIGKILL
-    assert f"{line} (pid=" in run.text() and "crashed with exit code -9" in run.text()
+    assert f"Subprocess {subprocess_name} (pid=" in run.text() and "crashed with exit code -9" in run.text()
 
 
 ENDS = [
@@ -275,7 +276,8 @@ def test_api_key(start):
 
 
 @pytest.mark.parametrize(
-    "flag, says", [("--cuda-graph-max-bs", "ambiguous option"), ("--mamba-scheduler-strategy", "unrecognized arguments")]
+    "flag, says",
+    [("--cuda-graph-max-bs", "ambiguous option"), ("--mamba-scheduler-strategy", "unrecognized arguments")],
 )
 def test_renamed_flags_are_refused_as_the_engine_does(start, flag, says):
     run = start(flag, "8")

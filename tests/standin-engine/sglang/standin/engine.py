@@ -10,8 +10,9 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Sequence
+from typing import Any
 
 from sglang.srt.server_args import prepare_server_args
 from sglang.standin import faults as fault_list
@@ -115,7 +116,7 @@ class Engine:
             self.fail("gpu-oom-graphs.log", 137)
         if "silent-graphs" in self.faults:
             self.pause(self.faults["silent-graphs"])
-            say("Capture target decode CUDA graph end. bs=[1, 2, 4], elapsed=1.00 s, mem usage=0.15 GB, avail mem=2.26 GB.")
+            say("Capture target decode CUDA graph end. bs=[1, 2, 4], elapsed=1.00 s, mem usage=0.15 GB.")
 
     def fail(self, log: str, code: int) -> None:
         """Say the last lines and end as the engine does: by exception (1), or by SIGKILL to everybody (137)."""
@@ -235,7 +236,8 @@ class Engine:
             self.pause(5 / self.speed)
             with self.lock:
                 left = sorted(self.in_flight)
-            say(f"Gracefully exiting... Remaining number of requests {len(left)}. Remaining requests remaining_rids={left}.")
+            count = f"Remaining number of requests {len(left)}."
+            say(f"Gracefully exiting... {count} Remaining requests remaining_rids={left}.")
             if not left:
                 break
         say(f"kill_process_tree called: parent_pid={os.getpid()}, include_parent=False, pid={os.getpid()}")

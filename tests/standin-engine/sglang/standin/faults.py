@@ -6,8 +6,25 @@ import os
 from pathlib import Path
 
 KNOWN = frozenset(
-    "no-weights model-missing attn-bad mem-fraction-small kv-pool gpu-oom-graphs bind-hang false-ready exit2"
-    " hang-loading slow crash-after dead-scheduler empty-answer garbage killed-loading silent-graphs".split()
+    [
+        "no-weights",
+        "model-missing",
+        "attn-bad",
+        "mem-fraction-small",
+        "kv-pool",
+        "gpu-oom-graphs",
+        "bind-hang",
+        "false-ready",
+        "exit2",
+        "hang-loading",
+        "slow",
+        "crash-after",
+        "dead-scheduler",
+        "empty-answer",
+        "garbage",
+        "killed-loading",
+        "silent-graphs",
+    ]
 )
 
 
@@ -25,7 +42,7 @@ def read(port: int) -> dict[str, float]:
             continue
     faults: dict[str, float] = {}
     for item in text.replace("\n", ",").split(","):
-        name, _, seconds = item.strip().partition(":")
+        name, _colon, seconds = item.strip().partition(":")
         if name:
             if name not in KNOWN:
                 raise SystemExit(f"stand-in: unknown fault {name!r}; known: {' '.join(sorted(KNOWN))}")

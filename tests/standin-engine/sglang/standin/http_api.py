@@ -8,9 +8,10 @@ import os
 import socket
 import time
 import uuid
+from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Iterator
+from typing import TYPE_CHECKING, Any
 
 from sglang import __version__
 from sglang.standin.replay import say
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from sglang.standin.engine import Engine
 
 BODIES = Path(__file__).parent / "http"
-WORDS = " the quick brown fox jumps over the lazy dog and answers with one word after another".split(" ")[1:]
+WORDS = ("the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "and", "answers", "word", "by", "word")
 OPEN_PATHS = ("/health", "/ready", "/metrics")
 CONTEXT = 2048
 
@@ -88,7 +89,8 @@ class Handler(BaseHTTPRequestHandler):
         self.send_header("server", "uvicorn")
         if self.engine.args.log_level_http not in ("warning", "error", "critical"):
             reason = self.responses[status][0]
-            say(f'INFO:     {self.client_address[0]}:{self.client_address[1]} - "{self.command} {self.path} HTTP/1.1" {status} {reason}')
+            peer = f"{self.client_address[0]}:{self.client_address[1]}"
+            say(f'INFO:     {peer} - "{self.command} {self.path} HTTP/1.1" {status} {reason}')
 
     def allowed(self) -> bool:
         """Check the API key, from which health, readiness and metrics are free."""
@@ -126,7 +128,8 @@ class Handler(BaseHTTPRequestHandler):
             })  # fmt: skip
         elif path in ("/server_info", "/get_server_info"):
             self.hang_while(lambda: engine.dead or engine.state == "Starting")
-            extra = {"version": __version__, "max_total_num_tokens": engine.kv_tokens, "max_req_input_len": self.context() - 6}
+            extra = {"version": __version__, "max_total_num_tokens": engine.kv_tokens}
+            extra["max_req_input_len"] = self.context() - 6
             options = {key: value for key, value in vars(engine.args).items() if key != "config"}
             self.send(200, {**options, **body("server_info"), **extra, "served_model_name": model})
         elif path == "/v1/loads":
@@ -160,7 +163,7 @@ class Handler(BaseHTTPRequestHandler):
             say("Health check request received during shutdown. Returning 503.")
         if engine.draining or engine.state == "Starting":
             self.send(503)
-        elif path == "/health" and os.environ.get("SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION", "true").lower() == "false":
+        elif path == "/health" and os.environ.get("SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION") == "false":
             self.send(200)
         elif self.hang_while(lambda: engine.dead, float(os.environ.get("SGLANG_HEALTH_CHECK_TIMEOUT", "20"))):
             engine.state = "UnHealthy"
@@ -285,7 +288,8 @@ class Handler(BaseHTTPRequestHandler):
         )  # fmt: skip
         meta["weight_versions"] = [{"version": "default", "start": 0, "end": count}]
         if stream and not last:
-            for key in ("e2e_latency", "decode_throughput", "first_token_latency", "request_finished_ts", "weight_versions"):
+            only_last = "e2e_latency decode_throughput first_token_latency request_finished_ts weight_versions"
+            for key in only_last.split(" "):
                 meta.pop(key, None)
         return answer
 
@@ -294,7 +298,7 @@ class Handler(BaseHTTPRequestHandler):
         finish = "length" if last else None
         if not stream:
             answer = copy.deepcopy(body("chat"))
-            answer.update(id=rid, created=int(time.time()), model=request.get("model", "default"), usage=usage(prompt, count))
+            answer.update(head(request, rid), usage=usage(prompt, count))
             answer["choices"][0]["message"]["content"] = text(0, count)
             answer["metadata"]["weight_versions"][0]["end"] = count
             return answer
@@ -304,14 +308,14 @@ class Handler(BaseHTTPRequestHandler):
         elif not last:
             delta["content"] = text(count - 1, count)
         choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish, "matched_stop": None}
-        head = {"id": rid, "object": "chat.completion.chunk", "created": int(time.time())}
-        return {**head, "model": request.get("model", "default"), "choices": [choice]}
+        return {**head(request, rid), "object": "chat.completion.chunk", "choices": [choice]}
 
     def completion(self, request: Any, rid: str, prompt: int, count: int, last: bool, stream: bool) -> Any:
         """A body of /v1/completions, or one piece of it."""
         answer = copy.deepcopy(body("completions"))
-        answer.update(id=rid, created=int(time.time()), model=request.get("model", "default"), usage=usage(prompt, count))
-        answer["choices"][0].update(text=text(max(count - 1, 0) if stream else 0, count), finish_reason="length" if last else None)
+        answer.update(head(request, rid), usage=usage(prompt, count))
+        start = max(count - 1, 0) if stream else 0
+        answer["choices"][0].update(text=text(start, count), finish_reason="length" if last else None)
         if stream:
             del answer["usage"], answer["metadata"]
         else:
@@ -322,6 +326,11 @@ class Handler(BaseHTTPRequestHandler):
 def text(start: int, stop: int) -> str:
     """The words a server says, token by token."""
     return "".join(f" {WORDS[i % len(WORDS)]}" for i in range(start, stop))
+
+
+def head(request: Any, rid: str) -> dict[str, Any]:
+    """What every OpenAI body starts with."""
+    return {"id": rid, "created": int(time.time()), "model": request.get("model", "default")}
 
 
 def usage(prompt: int, count: int) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import ctypes
 import os
 import signal
 import time
+from pathlib import Path
 
 PR_SET_PDEATHSIG = 1
 
@@ -13,14 +14,12 @@ PR_SET_PDEATHSIG = 1
 def set_title(title: str) -> None:
     """Do what setproctitle does: overwrite the argument vector, and name the thread."""
     data = title.encode()
-    with open("/proc/self/stat", "rb") as handle:
-        fields = handle.read().rpartition(b")")[2].split()
+    fields = Path("/proc/self/stat").read_bytes().rpartition(b")")[2].split()
     start, end = int(fields[45]), int(fields[46])  # arg_start, arg_end (proc(5): fields 48 and 49)
     if start and end - start > len(data):
         ctypes.memset(start, 0, end - start)
         ctypes.memmove(start, data, len(data))
-    with open("/proc/self/comm", "wb") as handle:
-        handle.write(data[:15])
+    Path("/proc/self/comm").write_bytes(data[:15])
 
 
 def spawn(title: str, burn: float = 0.0, burn_after: float = 0.0) -> int:

@@ -6,9 +6,10 @@ import re
 import sys
 import sysconfig
 import threading
+from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Callable, Iterator
+from typing import Any, Callable
 
 HERE = Path(__file__).parent
 _STAMP = re.compile(r"^\[(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)( [A-Z]+\d+)*\] ")
