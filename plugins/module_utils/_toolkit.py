@@ -98,7 +98,7 @@ class Survey:
 
     @property
     def chosen(self) -> Toolkit | None:
-        """The toolkit to use: the first complete one, when nothing else stands in the way of a build."""
+        """The toolkit to use: the first complete one."""
         return next((item for item in self.toolkits if item.complete), None)
 
     def record(self) -> dict[str, Any]:
@@ -130,12 +130,12 @@ def survey(
     candidates = _candidates(cuda_home, site, layout, environment, root)
     torch_cuda = packages.get("nvidia-cuda-runtime", "")
     toolkits = [examine(runner, path, origin, packages, torch_cuda, root) for path, origin in candidates]
-    compiler = [] if not toolkits else _compiler(runner, toolkits[0], tools)
-    found = [*_tool_findings(tools), *compiler]
-    if not toolkits:
+    found = _tool_findings(tools)
+    if toolkits:
+        shown = next((item for item in toolkits if item.complete), toolkits[0])
+        found.extend([*_compiler(runner, shown, tools), *shown.findings])
+    else:
         found.append(_absent(layout))
-    elif not any(item.complete for item in toolkits):
-        found.extend(toolkits[0].findings)
     return Survey(python, site, layout, packages, toolkits, tools, list(dict.fromkeys(found)))
 
 

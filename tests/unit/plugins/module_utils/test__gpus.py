@@ -61,7 +61,11 @@ def test_a_required_field_that_is_not_known_does_not_loop(runner):
     [
         (124, "", "nvidia_smi_hung"),
         (127, "", "nvidia_smi_missing"),
-        (18, "Failed to initialize NVML: Driver/library version mismatch\nNVML library version: 580.95\n", "driver_mismatch"),
+        (
+            18,
+            "Failed to initialize NVML: Driver/library version mismatch\nNVML library version: 580.95\n",
+            "driver_mismatch",
+        ),
         (9, "NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver.\n", "nvidia_smi_failed"),
         (15, "Unable to determine the device handle for GPU0000:01:00.0: Unknown Error\n", "nvidia_smi_failed"),
         (0, "No devices were found\n", "no_gpu"),

@@ -11,18 +11,6 @@ from ansible_collections.gpufleet.sglang.plugins.module_utils._ports import List
 from hosts import TCP_HEADER, tcp_line
 
 
-def test_tables_of_the_kernel():
-    text = TCP_HEADER + tcp_line("0100007F", 30000, 11) + tcp_line("00000000", 22, 12) + tcp_line("00000000", 80, 13, "01")
-    assert _ports.parse_tcp(text) == [("127.0.0.1", 30000, 11), ("0.0.0.0", 22, 12)]
-    text6 = (
-        TCP_HEADER
-        + tcp_line("0" * 32, 30001, 21)
-        + tcp_line("00000000000000000000000001000000", 30002, 22)
-        + tcp_line("0000000000000000FFFF00000100007F", 30003, 23)
-    )
-    assert _ports.parse_tcp(text6) == [("::", 30001, 21), ("::1", 30002, 22), ("::ffff:127.0.0.1", 30003, 23)]
-
-
 @pytest.mark.parametrize(
     ("address", "host", "meets"),
     [
@@ -80,16 +68,15 @@ def test_owner_by_inode(tmp_path):
     (folder / "cmdline").write_bytes(b"/v/bin/python\0-m\0sglang.launch_server\0--api-key\0hush\0")
     (folder / "cgroup").write_text("0::/system.slice/system-sglang.slice/sglang@0.service\n")
     first, second = _ports.listeners(str(tmp_path))
-    assert first == Listener("127.0.0.1", 30000, 11, 812, "/v/bin/python -m sglang.launch_server", "sglang@0.service")
-    assert second == Listener("127.0.0.1", 30001, 12)
+    assert first == Listener("127.0.0.1", 30000, 812, "/v/bin/python -m sglang.launch_server", "sglang@0.service")
+    assert second == Listener("127.0.0.1", 30001)
     assert _ports.describe(first) == "pid 812 (/v/bin/python -m sglang.launch_server, sglang@0.service) on 127.0.0.1"
     assert "may not see" in _ports.describe(second)
-    assert "inode" not in first.to_dict()
 
 
 def test_a_kernel_thread_has_a_name_but_no_command_line(tmp_path):
     (tmp_path / "9").mkdir()
     (tmp_path / "9/cmdline").write_bytes(b"")
     (tmp_path / "9/comm").write_text("kworker/0:1\n")
-    assert _ports.command_of(9, str(tmp_path)) == "kworker/0:1"
-    assert _ports.command_of(10, str(tmp_path)) is None
+    assert _ports.program_of(9, str(tmp_path)) == "kworker/0:1"
+    assert _ports.program_of(10, str(tmp_path)) is None
