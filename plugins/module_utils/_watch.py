@@ -344,9 +344,7 @@ def select(plan: str, given: Sequence[Mapping[str, Any]] | None, units: Sequence
     """
     host = socket.gethostname()
     if given is not None:
-        instances = [
-            instance_from_dict({**INSTANCE_DEFAULTS, **item, "port": int(item.get("port", 0))}) for item in given
-        ]
+        instances = [_instance(item) for item in given]
     elif not Path(plan).exists():
         return Chosen([], host, f"{plan} does not exist: nothing has been deployed on this host")
     else:
@@ -360,3 +358,12 @@ def select(plan: str, given: Sequence[Mapping[str, Any]] | None, units: Sequence
         wanted = {short(unit) for unit in units}
         instances = [item for item in instances if short(item.unit) in wanted]
     return Chosen(instances, host)
+
+
+def _instance(data: Mapping[str, Any]) -> Instance:
+    lacking = [key for key in ("gpu", "unit", "port") if data.get(key) in (None, "")]
+    if lacking:
+        raise PlanFileError(f"an entry of instances lacks {', '.join(lacking)}: {dict(data)}")
+    unit = str(data["unit"])
+    full = unit if unit.endswith(".service") else f"{unit}.service"
+    return instance_from_dict({**INSTANCE_DEFAULTS, **data, "port": int(data["port"]), "unit": full})
