@@ -75,21 +75,24 @@ class Fleet:
     def __init__(self, inventory: str, host: str) -> None:
         self.inventory_args = [arg for path in inventory.split(":") for arg in ("-i", path)]
         self.host = host
-        data = json.loads(
-            subprocess.run(
-                [self.bin("ansible-inventory"), *self.inventory_args, "--host", host],
-                cwd=ROOT,
-                check=True,
-                capture_output=True,
-                text=True,
-            ).stdout
-        )
-        self.variables = data
-        self.address = data["ansible_host"]
+        wanted = ("ansible_host", "ansible_ssh_private_key_file", "sglang_server_version")
+        # ansible-inventory would give the templates, not their values
+        expression = "{{ {" + ", ".join(f"'{name}': {name} | default('')" for name in wanted) + "} | to_json }}"
+        told = subprocess.run(
+            [self.bin("ansible"), *self.inventory_args, host, "-m", "ansible.builtin.debug", "-a", f"msg={expression}"],
+            cwd=ROOT,
+            check=True,
+            capture_output=True,
+            text=True,
+            env={**os.environ, "ANSIBLE_NOCOLOR": "1"},
+        ).stdout
+        message = json.loads(told[told.index("{") :])["msg"]
+        self.variables: dict[str, str] = message if isinstance(message, dict) else json.loads(message)
+        self.address = self.variables["ansible_host"]
         self.ssh_args = [
             "ssh",
             "-i",
-            data["ansible_ssh_private_key_file"],
+            self.variables["ansible_ssh_private_key_file"],
             "-o",
             "StrictHostKeyChecking=no",
             "-o",
