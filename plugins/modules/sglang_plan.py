@@ -283,8 +283,8 @@ def main() -> None:
         "flags_checked": options is not None,
     }
     if problems:
-        what = f"no plan, {len(problems)} problem{'s' if len(problems) > 1 else ''}"
-        module.fail_json(msg=numbered(params["name"], what, problems), **result)
+        what = f"{params['name']}: no plan, {len(problems)} problem{'s' if len(problems) > 1 else ''}"
+        module.fail_json(msg=numbered(what, problems), **result)
 
     path = Path(params["path"])
     before, after = read_text(path), plan.to_json()
