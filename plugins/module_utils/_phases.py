@@ -60,9 +60,41 @@ _ERROR = re.compile(
     re.IGNORECASE,
 )
 _HINTS = tuple(
-    "error fatal exception fail cannot can't could unable such found denied refused memory space undefined unsupported"
-    " invalid illegal abort oom errno terminate sig subprocess scheduler killed closed ptxas possible watchdog exit"
-    " interrupt warning".split()
+    [
+        "error",
+        "fatal",
+        "exception",
+        "fail",
+        "cannot",
+        "can't",
+        "could",
+        "unable",
+        "such",
+        "found",
+        "denied",
+        "refused",
+        "memory",
+        "space",
+        "undefined",
+        "unsupported",
+        "invalid",
+        "illegal",
+        "abort",
+        "oom",
+        "errno",
+        "terminate",
+        "sig",
+        "subprocess",
+        "scheduler",
+        "killed",
+        "closed",
+        "ptxas",
+        "possible",
+        "watchdog",
+        "exit",
+        "interrupt",
+        "warning",
+    ]
 )
 _STRONG = re.compile(
     r"^(ERROR|CRITICAL|FATAL)\b|^\S+\.service: (Failed|A process of this unit has been killed)"

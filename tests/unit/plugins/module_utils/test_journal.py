@@ -49,7 +49,9 @@ class Journal:
             wanted = [item.split("=", 1)[1] for item in argv if item.startswith(name + "=")]
             if wanted:
                 chosen = [
-                    item for item in chosen if wanted[0] in (item.get("INVOCATION_ID"), item.get("_SYSTEMD_INVOCATION_ID"))
+                    item
+                    for item in chosen
+                    if wanted[0] in (item.get("INVOCATION_ID"), item.get("_SYSTEMD_INVOCATION_ID"))
                 ]
         if "--lines" in options:
             chosen = chosen[-int(options["--lines"]) :]

@@ -104,14 +104,18 @@ LINES = [
     ([STAMP + "Mamba Cache is allocated. x"], "kv_pool", []),
     ([STAMP + "Capture cuda graph begin. This can take up to several minutes."], "graphs", []),
     ([STAMP + "Running FlashInfer autotune with cache: /c"], "graphs", []),
-    ([STAMP + "Load weight begin.", STAMP + "Engine startup timings (s): x", STAMP + "Load weight begin."], "warmup", []),
+    (
+        [STAMP + "Load weight begin.", STAMP + "Engine startup timings (s): x", STAMP + "Load weight begin."],
+        "warmup",
+        [],
+    ),
     # a user's prompt in the log is no phase
     ([STAMP + "Receive: text='The server is fired up and ready to roll!'"], "process", []),
     ([STAMP + "server_args={'a': 'max_total_num_tokens=5 Load weight begin error: '}"], "process", []),
     (["\x1b[1;33m[2026-12-01 02:41:24] Load weight begin.\x1b[0m"], "weights", []),
     (["  0%|  | 0/12\rCapturing batches: 100%|x| 12/12"], "process", []),
     ([STAMP + "Fail to set RLIMIT_NOFILE: current limit exceeds maximum limit"], "process", []),
-    (["nanobind: leaked 3 functions!", " - leaked function \"error\""], "process", []),
+    (["nanobind: leaked 3 functions!", ' - leaked function "error"'], "process", []),
     (["/x/y.py:71: UserWarning: error: something failed"], "process", []),
     (["terminate called after throwing an instance of 'c10::Error'"], "process", ["terminate called"]),
     (["/x/h.cu(3): fatal error: cuda_runtime.h: No such file or directory"], "process", ["/x/h.cu(3): fatal error"]),
@@ -132,12 +136,20 @@ LINES = [
         ["ValueError: cause (b/c.py:3 in f)"],
     ),
     (  # skip-server-warmup: harmless
-        [STAMP + "post-warmup freeze_gc failed: Traceback (most recent call last):", "  x", "ConnectionRefusedError: x"],
+        [
+            STAMP + "post-warmup freeze_gc failed: Traceback (most recent call last):",
+            "  x",
+            "ConnectionRefusedError: x",
+        ],
         "process",
         [],
     ),
     (  # a message of several lines, cut in by another process
-        ["Traceback (most recent call last):", "torch.OutOfMemoryError: CUDA out of memory.", "Tried to allocate 2 GiB."]
+        [
+            "Traceback (most recent call last):",
+            "torch.OutOfMemoryError: CUDA out of memory.",
+            "Tried to allocate 2 GiB.",
+        ]
         + [STAMP + "Prefill batch, x", "and more"],
         "process",
         ["torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB."],
