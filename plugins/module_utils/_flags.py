@@ -242,7 +242,11 @@ def _usable(flag: str, options: EngineOptions) -> bool:
 
 def _unknown(name: str, options: EngineOptions, where: str, gpu: int | None) -> Finding:
     near = [f"--{normalise(item)}" for item in options.suggest(name)]
-    remedy = f"Did you mean {' or '.join(near)}" if near else "The engine's option list lies beside plan.json"
+    stable = next((key for key, setting in SETTINGS.items() if name in setting.flags), None)
+    if stable:
+        remedy = f"Set sglang_server_{stable}, which becomes this engine's own flag"
+    else:
+        remedy = f"Did you mean {' or '.join(near)}" if near else "The engine's option list lies beside plan.json"
     text = f"{where} extra_args: --{name} is not an option of SGLang {options.version}"
     return Finding("unknown_flag", text, remedy, gpu=gpu)
 

@@ -222,9 +222,11 @@ def exit_of(look: Look, invocation: str) -> tuple[str, int | None]:
 def died(memory: Memory, look: Look, how: str = "") -> str:
     """Return one line on why a unit ended: its most telling log line, else what systemd knows."""
     lines = look.digest.error_lines()
+    name, status = exit_of(look, memory.invocation)
+    if name == "killed" and look.digest.phase == "ready" and not look.digest.wrapped:
+        return f"killed {status} while serving"  # from outside: older errors in its log are not why
     if lines:
         return lines[0]
-    name, status = exit_of(look, memory.invocation)
     known = [part for part in (how, f"{name} {status}" if name else "") if part]
     result = look.digest.result or look.unit.result
     if result not in ("", "success", "exit-code", "signal"):
@@ -259,6 +261,7 @@ def describe(instance: Instance, memory: Memory, look: Look, verdict: Verdict, h
         "url": f"http://{address}:{instance.port}",
         "state": verdict.state,
         "phase": phase,
+        "phases": _phases(memory, look),
         "reason": verdict.reason,
         "seconds": None if seconds is None else round(seconds, 1),
         "seconds_to_ready": _seconds_to_ready(memory, look, ready),
@@ -282,6 +285,13 @@ def describe(instance: Instance, memory: Memory, look: Look, verdict: Verdict, h
         "main_pid": unit.main_pid or None,
         "restarts": unit.restarts,
     }
+
+
+def _phases(memory: Memory, look: Look) -> dict[str, float]:
+    started = look.unit.started
+    if not started or look.unit.invocation_id != memory.invocation:
+        return {}
+    return {phase: round(max(0.0, at - started), 1) for phase, at in look.digest.phase_times.items()}
 
 
 def _seconds_to_ready(memory: Memory, look: Look, ready: bool) -> float | None:
@@ -311,9 +321,8 @@ def failure_message(servers: Sequence[Mapping[str, Any]]) -> str:
         if server["restarts"]:
             facts.append(f"restarted {server['restarts']} times")
         lines = [head + (f" ({', '.join(facts)})" if facts else "")]
-        causes = list(server["error_lines"])
-        if server["reason"] and server["reason"] not in causes:
-            causes.insert(0, server["reason"])
+        reason = server["reason"] or "no reason known"
+        causes = [reason, *[line for line in server["error_lines"] if not reason.startswith(line)]]
         lines += [f"    {cause}" for cause in causes]
         look = f"journalctl -u {name}"
         if server["invocation_id"]:

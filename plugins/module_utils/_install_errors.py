@@ -13,7 +13,7 @@ _NOISE = re.compile(
     r"^(\[notice\]|WARNING: (Retrying|Location|You are using|Running pip)|Looking in|\s*Downloading )", re.I
 )
 _CAUSE = re.compile(
-    r"(\berror\b|\u00d7|\u2570\u2500\u25b6|No space|hint:|Caused by|cause:|not found|not available)",
+    r"(\berror\b|\u00d7|\u2570\u2500\u25b6|No space|hint:|Caused by|cause:|not found|not available|Failed to)",
     re.I,
 )
 
@@ -32,7 +32,7 @@ _REMEDIES: tuple[tuple[tuple[str, ...], str], ...] = (
         "give every line of the lock a hash, or none",
     ),
     (
-        ("no module named ensurepip", "ensurepip is not available"),
+        ("no module named ensurepip", "ensurepip is not"),
         "install python3-venv",
     ),
     (
@@ -79,6 +79,8 @@ _REMEDIES: tuple[tuple[tuple[str, ...], str], ...] = (
 def causes(output: str, count: int = 6) -> list[str]:
     """Return the last lines that say what went wrong, without the installer's chatter."""
     lines = [line.rstrip() for line in output.splitlines() if line.strip() and not _NOISE.match(line)]
+    # pip says it in passing, in a warning, and then complains of a version
+    lines += re.findall(r"Failed to establish a new connection: [^'\")]+", output)[-1:]
     telling = [line for line in lines if _CAUSE.search(line) and not line.startswith("$ ")]
     return list(dict.fromkeys(telling or lines))[-count:]
 

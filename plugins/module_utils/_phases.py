@@ -46,7 +46,7 @@ _WRAPPER = re.compile(
 _NOISE = re.compile(
     r"server_args=|Ignore import error when loading|Fail to set RLIMIT_NOFILE|nanobind: leaked|leaked function"
     r"|post-warmup freeze_gc failed|Pyspy failed|All pyspy dump|CUDA (user-triggered )?coredump|INFO: "
-    r"|Prefill batch|Decode batch|\S+\.py:\d+: \w*Warning: |warnings\.warn\(|Ignoring incompatible"
+    r"|Prefill batch|Decode batch|^\S+\.py:\d+: \w*Warning: |warnings\.warn\(|Ignoring incompatible"
     r"|Health check request received during shutdown|Cannot detect CUDA architecture|Invalid HTTP request received"
     r"|kill_process_tree called|Sleeping \d+ seconds before crash|No live scheduler processes|Gracefully exiting"
     r"|Waiting [\d.]+ seconds for CUDA coredumps|^\s*\[--|to silence this warning|^usage: ",
@@ -58,6 +58,11 @@ _ERROR = re.compile(
     r"|refused|out of memory|not enough memory|no space left|undefined symbol|unsupported|invalid|illegal"
     r"|abort(?:ed)?)\b|\bOOM\b|\[Errno \d+\]|terminate called",
     re.IGNORECASE,
+)
+_HINTS = tuple(
+    "error fatal exception fail cannot can't could unable such found denied refused memory space undefined unsupported"
+    " invalid illegal abort oom errno terminate sig subprocess scheduler killed closed ptxas possible watchdog exit"
+    " interrupt warning".split()
 )
 _STRONG = re.compile(
     r"^(ERROR|CRITICAL|FATAL)\b|^\S+\.service: (Failed|A process of this unit has been killed)"
@@ -97,7 +102,7 @@ class LogDigest:
     def feed(self, text: str, time: float = 0.0) -> None:
         """Take one line of the log, as the journal has it."""
         self._reach("process", time)
-        raw = _ANSI.sub("", text.rsplit("\r", 1)[-1])[: MAX_CHARS * 8].rstrip()
+        raw = _ANSI.sub("", text.rsplit("\r", 1)[-1])[: MAX_CHARS * 2].rstrip()
         line = _STAMP.sub("", raw, count=1)
         stamped = line != raw
         if _TRAFFIC.match(line):
@@ -181,7 +186,7 @@ class LogDigest:
             # the rest of an exception's message: printed as it stands below its first line
             self.message -= 1
             target = self.symptoms if self.wrapped else self.tracebacks
-            if target and not _WRAPPER.search(line) and len(target[-1]) < MAX_CHARS:
+            if target and any(map(str.isalnum, line)) and not _WRAPPER.search(line) and len(target[-1]) < MAX_CHARS:
                 target[-1] = _cut(f"{target[-1]} {line.strip()}")
             return True
         if stamped or not line.strip():
@@ -198,7 +203,10 @@ class LogDigest:
             self.message = 3
 
     def _errors(self, line: str, time: float) -> None:
-        if not line.strip() or (_NOISE.search(line) and not self._bind(line)):
+        lowered = line.lower()
+        if not any(hint in lowered for hint in _HINTS):  # most lines; the patterns below are dear
+            return
+        if _NOISE.search(line) and not self._bind(line):
             return
         if _WRAPPER.search(line):
             self._settle(time)

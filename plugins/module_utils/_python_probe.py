@@ -25,7 +25,8 @@ except (ValueError, OSError):
     libc = ""
 def exists(name):
     try:
-        return importlib.util.find_spec(name) is not None
+        spec = importlib.util.find_spec(name)
+        return spec is not None and spec.origin is not None  # an emptied folder that was left behind has no origin
     except (ImportError, ValueError):
         return False
 out = {"version": list(sys.version_info[:3]), "executable": sys.executable, "machine": platform.machine(), "libc": libc,

@@ -83,6 +83,7 @@ class Outcome:
     installer: str = ""
     log: str = ""
     seconds: float = 0.0
+    system_packages: list[str] = field(default_factory=list)  # to be installed first
     diff: list[dict[str, str]] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     interpreter: Interpreter | None = None  # the venv's, when there is one
@@ -133,6 +134,11 @@ def _own(spec: Spec, pins: Sequence[Pin], tools: Tools, *, check: bool) -> Outco
         return done
     installer = inst.choose_installer(spec, tools.runner, tools.environ)
     python, problems = _preflight(spec, pins, installer, tools)
+    lacking = python is not None and installer.kind == "pip" and not (python.venv and python.ensurepip)
+    packages = [inst.venv_package(python)] if python is not None and lacking and tools.debian else []
+    if python is not None and lacking:
+        package = packages[0] if packages else "that brings ensurepip"
+        problems.append(f"{python.path} can't make venvs with pip in them: it needs the system package {package} first")
     expected = expected_packages(spec, pins)
     if check:
         return Outcome(
@@ -142,6 +148,7 @@ def _own(spec: Spec, pins: Sequence[Pin], tools: Tools, *, check: bool) -> Outco
             changed=True,
             installer=installer.kind,
             log=spec.log_path,
+            system_packages=packages,
             diff=[packages_diff(spec, {}, expected)],
             warnings=problems,
         )
@@ -172,6 +179,8 @@ def _preflight(
 ) -> tuple[Interpreter | None, list[str]]:
     problems = list(installer.problems)
     good, bad = find_interpreters(tools.runner, spec.python)
+    if installer.kind == "pip":  # one that can make venvs, before one that first needs a system package for it
+        good.sort(key=lambda found: not (found.venv and found.ensurepip))
     files: dict[str, int] = {}
     if spec.wheel_dir:
         try:
@@ -190,9 +199,6 @@ def _preflight(
         else:
             lines = wheel_problems(pins, list(files), None)
         problems += [f"wheel_dir {spec.wheel_dir}: {line}" for line in lines]
-    if python is not None and installer.kind == "pip" and not (python.venv and python.ensurepip):
-        package = inst.venv_package(python, tools.debian)
-        problems.append(f"{python.path} can't make venvs with pip in them. Remedy: install {package}")
     problems += _space(spec, pins, files, tools)
     return python, problems
 
@@ -266,13 +272,13 @@ def _build(
     found = verified.interpreter
     if found is None:
         raise ReleaseError([f"{spec.folder}: its interpreter wasn't asked"], str(log))
-    inputs = inputs_of(spec, pins)
+    inputs, pinned = inputs_of(spec, pins), {pin.name for pin in pins}
     record = Record(
         name=spec.release_name,
         fingerprint=fingerprint_of(inputs, found.minor),
         inputs=inputs,
         python=found.minor,
-        packages={name: version for name, version in found.packages.items() if name not in BOOTSTRAP},
+        packages={name: version for name, version in found.packages.items() if name not in BOOTSTRAP or name in pinned},
         installer=installer.kind,
         installed_at=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         seconds=round(tools.clock() - started, 1),

@@ -33,7 +33,6 @@ class LogRunner(Protocol):
 
     def run(self, argv: Sequence[str], *, log: str, env: Mapping[str, str], timeout: float, keep: Sequence[int]) -> int:
         """Run argv, append its output to log, keep the given file descriptors open in it; returns the exit status."""
-        ...
 
 
 class SubprocessLogRunner:
@@ -50,7 +49,7 @@ class SubprocessLogRunner:
             out.write(("$ " + " ".join(argv) + "\n").encode())
             out.flush()
             try:
-                child = subprocess.Popen(
+                child = subprocess.Popen(  # pylint: disable=ansible-bad-function
                     list(argv),
                     stdin=subprocess.DEVNULL,
                     stdout=out,
@@ -189,9 +188,7 @@ def install_environment(spec: Spec, installer: Installer, scratch: str) -> dict[
     return env
 
 
-def venv_package(interpreter: Interpreter, debian: bool) -> str:
-    """Say which system package brings ensurepip."""
-    if not debian:
-        return f"the system package with venv and ensurepip for Python {interpreter.minor}"
+def venv_package(interpreter: Interpreter) -> str:
+    """Say which package of Debian and its family brings ensurepip."""
     name = Path(interpreter.path).name
     return "python3-venv" if name == "python3" else f"python{interpreter.minor}-venv"

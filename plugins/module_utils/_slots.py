@@ -133,10 +133,12 @@ def port_problems(slots: Sequence[Slot], listeners: Sequence[Listener]) -> list[
                     "port_twice", f"port {port} is given to {who}", "Give each its own port in sglang_server_instances"
                 )
             )
-        if not 1024 <= port <= 65535:
-            who = ", ".join(f"GPU {slot.gpu}" for slot in same)
-            text = f"port {port} of {who} lies outside 1024-65535"
-            findings.append(Finding("port_range", text, "Change sglang_server_base_port", gpu=same[0].gpu))
+    outside = [slot for slot in slots if not 1024 <= slot.port <= 65535]
+    if outside:
+        listed = ", ".join(f"port {slot.port} of GPU {slot.gpu}" for slot in outside)
+        findings.append(
+            Finding("port_range", f"{listed}: outside 1024-65535", "Change sglang_server_base_port or port")
+        )
     inside = [slot for slot in slots if slot.port in TORCH_STORE]
     if inside:
         ports = ", ".join(str(slot.port) for slot in inside)

@@ -57,6 +57,7 @@ INSTANCE_DEFAULTS: dict[str, Any] = {
     "unit_file": "",
 }
 INTERVAL = 0.7  # s between looks
+GRACE = 1.0  # s that bad news waits for answers that are on their way
 PROBE_EVERY = 1.0  # s between two questions to a server that is not ready
 COMPILERS = frozenset(("nvcc", "cicc", "ptxas", "ninja", "cc1plus", "cudafe++", "fatbinary"))
 
@@ -294,6 +295,7 @@ class Watch:
         answer that is on its way: asked anew in every slice, a slow server would never get to answer.
         """
         end = None if seconds is None else self.world.now() + seconds
+        heard: float | None = None
         lost = {unit for unit, memory in self.memories.items() if memory.terminal and memory.state != "ready"}
         while True:
             looks = self.look()
@@ -302,7 +304,9 @@ class Watch:
             done = all(verdict.terminal for verdict in verdicts.values())
             news = {unit for unit, item in verdicts.items() if item.terminal and item.state in FAILED} - lost
             now = self.world.now()
-            over = end is not None and (bool(news) or (now >= end and not pending) or now >= end + patience)
+            heard = now if news and heard is None else heard
+            late = heard is not None and now - heard >= GRACE
+            over = end is not None and (late or now >= end + patience or (not pending and (bool(news) or now >= end)))
             if done or over:
                 return Outcome(self.servers(looks, verdicts), done, self.state())
             self._pause(looks)
@@ -340,7 +344,7 @@ def select(plan: str, given: Sequence[Mapping[str, Any]] | None, units: Sequence
     """
     host = socket.gethostname()
     if given is not None:
-        instances = [instance_from_dict({**INSTANCE_DEFAULTS, **item}) for item in given]
+        instances = [_instance(item) for item in given]
     elif not Path(plan).exists():
         return Chosen([], host, f"{plan} does not exist: nothing has been deployed on this host")
     else:
@@ -354,3 +358,12 @@ def select(plan: str, given: Sequence[Mapping[str, Any]] | None, units: Sequence
         wanted = {short(unit) for unit in units}
         instances = [item for item in instances if short(item.unit) in wanted]
     return Chosen(instances, host)
+
+
+def _instance(data: Mapping[str, Any]) -> Instance:
+    lacking = [key for key in ("gpu", "unit", "port") if data.get(key) in (None, "")]
+    if lacking:
+        raise PlanFileError(f"an entry of instances lacks {', '.join(lacking)}: {dict(data)}")
+    unit = str(data["unit"])
+    full = unit if unit.endswith(".service") else f"{unit}.service"
+    return instance_from_dict({**INSTANCE_DEFAULTS, **data, "port": int(data["port"]), "unit": full})

@@ -75,11 +75,12 @@ def _platform_misfit(platform: str, target: Target) -> str | None:
 
 
 def wheel_problems(pins: Sequence[Pin], files: Sequence[str], target: Target | None) -> list[str]:
-    """Say, for every pin the folder can't serve, what is missing or why the file there doesn't fit.
+    """Say for which pins the folder has no file, and which files don't fit: at most one line each, all named.
 
     Pins with an environment marker may not be needed here and are left to the installer.
     """
-    problems = []
+    missing: list[str] = []
+    misfits: list[str] = []
     for pin in pins:
         if pin.marker:
             continue
@@ -87,15 +88,16 @@ def wheel_problems(pins: Sequence[Pin], files: Sequence[str], target: Target | N
         if not named:
             other = sorted(f for f in files if (parse_wheel(f) or ("",))[0] == pin.name)
             hint = f" (there is {', '.join(other[:3])})" if other else ""
-            problems.append(f"{pin.name}=={pin.version}: no file{hint}")
+            missing.append(f"{pin.name}=={pin.version}{hint}")
             continue
         wheels = [name for name in named if name.endswith(".whl")]
         if target is None or len(wheels) < len(named):
             continue
         reasons = [misfit(name, target) for name in wheels]
         if None not in reasons:
-            problems.append(f"{pin.name}=={pin.version}: {wheels[0]} {reasons[0]}")
-    return problems
+            misfits.append(f"{wheels[0]} {reasons[0]}")
+    problems = [f"no file for {len(missing)} of {len(pins)} pinned packages: {', '.join(missing)}"] if missing else []
+    return problems + ([f"{len(misfits)} file(s) don't fit: {'; '.join(misfits)}"] if misfits else [])
 
 
 def matching_files(pin: Pin, files: Sequence[str]) -> list[str]:

@@ -27,7 +27,7 @@ options:
   instances:
     description:
       - The servers, in place of those of O(plan).
-      - Each is a dictionary as in RV(gpufleet.sglang.sglang_plan#module:plan); only C(gpu), C(unit) and C(port) are needed.
+      - Each is a dictionary like those in the plan's file; only C(gpu), C(unit) and C(port) are needed.
     type: list
     elements: dict
   units:
@@ -91,6 +91,8 @@ attributes:
   diff_mode:
     support: none
     details: Nothing is changed.
+  platform:
+    platforms: linux
 seealso:
   - module: gpufleet.sglang.sglang_report
 """
@@ -144,6 +146,9 @@ servers:
     phase:
       description: The last one reached of none, process, weights, kv_pool, graphs, warmup and ready.
       type: str
+    phases:
+      description: When each phase was reached, in seconds since the unit started.
+      type: dict
     reason:
       description: Why it is not ready, in one line; empty when it is.
       type: str

@@ -172,6 +172,14 @@ seconds:
   returned: success
   type: float
   sample: 85.2
+system_packages:
+  description:
+    - System packages that have to be installed before this release can be made.
+    - Filled in check mode, on Debian and its family.
+  returned: success
+  type: list
+  elements: str
+  sample: [python3-venv]
 problems:
   description: All reasons why the release can't be made or used.
   returned: failure
@@ -215,7 +223,7 @@ def main() -> None:
     except ReleaseError as exc:
         module.fail_json(msg=f"{platform.node()}: {exc}", problems=exc.problems, log=exc.log)
     for warning in outcome.warnings:
-        module.warn(f"{platform.node()}: this would stop the installation: {warning}")
+        module.warn(f"{platform.node()}: the installation would stop: {warning}")
     module.exit_json(**outcome.to_dict())
 
 

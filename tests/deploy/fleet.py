@@ -1,6 +1,7 @@
 """Drive the playbooks as a user does, and look at the host from outside: systemctl, journal, HTTP.
 
-A molecule scenario's verify step runs these tests; FLEET_INVENTORY and FLEET_HOST say against what.
+A molecule scenario's verify step runs these tests; FLEET_INVENTORY (paths, colon between them) and
+FLEET_HOST say against what.
 """
 
 from __future__ import annotations
@@ -72,23 +73,26 @@ class Fleet:
     """One managed host."""
 
     def __init__(self, inventory: str, host: str) -> None:
-        self.inventory = inventory
+        self.inventory_args = [arg for path in inventory.split(":") for arg in ("-i", path)]
         self.host = host
-        data = json.loads(
-            subprocess.run(
-                [self.bin("ansible-inventory"), "-i", inventory, "--host", host],
-                cwd=ROOT,
-                check=True,
-                capture_output=True,
-                text=True,
-            ).stdout
-        )
-        self.variables = data
-        self.address = data["ansible_host"]
+        wanted = ("ansible_host", "ansible_ssh_private_key_file", "sglang_server_version")
+        # ansible-inventory would give the templates, not their values
+        expression = "{{ {" + ", ".join(f"'{name}': {name} | default('')" for name in wanted) + "} | to_json }}"
+        told = subprocess.run(
+            [self.bin("ansible"), *self.inventory_args, host, "-m", "ansible.builtin.debug", "-a", f"msg={expression}"],
+            cwd=ROOT,
+            check=True,
+            capture_output=True,
+            text=True,
+            env={**os.environ, "ANSIBLE_NOCOLOR": "1"},
+        ).stdout
+        message = json.loads(told[told.index("{") :])["msg"]
+        self.variables: dict[str, str] = message if isinstance(message, dict) else json.loads(message)
+        self.address = self.variables["ansible_host"]
         self.ssh_args = [
             "ssh",
             "-i",
-            data["ansible_ssh_private_key_file"],
+            self.variables["ansible_ssh_private_key_file"],
             "-o",
             "StrictHostKeyChecking=no",
             "-o",
@@ -112,7 +116,7 @@ class Fleet:
 
     def launch(self, playbook: str, *args: str, extra: dict | None = None, env: dict | None = None, **kw) -> Run:
         """Start a playbook; its lines are collected as they come."""
-        argv = [kw.get("program") or self.bin("ansible-playbook"), "-i", self.inventory]
+        argv = [kw.get("program") or self.bin("ansible-playbook"), *self.inventory_args]
         argv.append(playbook if playbook.count(".") > 1 else f"playbooks/{playbook}.yml")
         argv += list(args)
         if extra:

@@ -1,0 +1,85 @@
+# Copyright: The gpufleet.sglang contributors
+# GNU General Public License v3.0+ (see LICENSE or https://www.gnu.org/licenses/gpl-3.0.txt)
+# SPDX-License-Identifier: GPL-3.0-or-later
+"""Wait in slices: a module cannot print while it runs, this can between two of its runs."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from ansible.errors import AnsibleConnectionFailure
+from ansible.module_utils.parsing.convert_bool import boolean
+from ansible.plugins.action import ActionBase
+from ansible.utils.display import Display
+from ansible_collections.gpufleet.sglang.plugins.module_utils._health import failure_message
+from ansible_collections.gpufleet.sglang.plugins.plugin_utils._progress import Progress
+
+SLICE = 5.0  # s a run of the module lasts; longer only for an answer that is on its way
+TRIES = 3  # for one slice, when the connection is lost
+PAUSE = 3.0  # s before a lost connection is tried again
+INTERNAL = ("watch_state", "done")
+
+display = Display()
+
+
+class ActionModule(ActionBase):
+    """Runs the module of the same name once, or again and again until nothing is left to wait for."""
+
+    _supports_check_mode = True
+    _supports_async = False
+
+    def run(self, tmp: str | None = None, task_vars: dict[str, Any] | None = None) -> dict[str, Any]:
+        """See the module's documentation."""
+        super().run(tmp, task_vars)
+        task_vars = task_vars or {}
+        host = task_vars.get("inventory_hostname", "")
+        args = {key: value for key, value in self._task.args.items() if key not in ("slice_seconds", "watch_state")}
+        if self._task.check_mode or not _true(args.get("wait")):
+            return _finish(self._module(args, task_vars), host)
+        progress = Progress(time.monotonic())
+        state: Mapping[str, Any] = {}
+        while True:
+            result = self._slice({**args, "slice_seconds": SLICE, "watch_state": state}, task_vars, host)
+            if result.get("failed") or "watch_state" not in result:
+                return _finish(result, host)
+            state, done = result["watch_state"], result["done"]
+            result = _finish(result, host)
+            for line in progress.update(result["servers"], time.monotonic()):
+                display.display(line)
+            if not done:
+                continue
+            if any(server["state"] != "ready" for server in result["servers"]):
+                result.update(failed=True, msg=failure_message(result["servers"]))
+            return result
+
+    def _slice(self, args: dict[str, Any], task_vars: dict[str, Any], host: str) -> dict[str, Any]:
+        """Run one slice; a connection lost for a moment costs a few seconds, not the deploy."""
+        for attempt in range(1, TRIES + 1):
+            try:
+                return self._module(args, task_vars)
+            except AnsibleConnectionFailure as exc:
+                if attempt == TRIES:
+                    raise
+                display.display(f"{host}: connection lost, trying again ({attempt} of {TRIES - 1}): {exc}")
+                time.sleep(PAUSE)
+                with contextlib.suppress(Exception):  # a plugin without reset, or nothing to reset
+                    self._connection.reset()
+        raise AssertionError("unreachable")
+
+    def _module(self, args: dict[str, Any], task_vars: dict[str, Any]) -> dict[str, Any]:
+        return self._execute_module(module_name="gpufleet.sglang.sglang_health", module_args=args, task_vars=task_vars)
+
+
+def _finish(result: dict[str, Any], host: str) -> dict[str, Any]:
+    """Take out what only slices need, and call the host what the inventory calls it."""
+    kept = {key: value for key, value in result.items() if key not in INTERNAL}
+    kept["servers"] = [{**server, "host": host} for server in kept.get("servers") or []]
+    kept.setdefault("changed", False)
+    return kept
+
+
+def _true(value: Any) -> bool:
+    return value is not None and boolean(value, strict=False)
