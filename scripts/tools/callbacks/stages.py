@@ -49,5 +49,5 @@ class CallbackModule(CallbackBase):  # type: ignore[misc]
         self._switch("end")
         path = os.environ.get("GPUFLEET_STAGES")
         if path:
-            with open(path, "w", encoding="utf-8") as handle:  # noqa: PTH123
+            with open(path, "w", encoding="utf-8") as handle:
                 json.dump({key: round(value, 1) for key, value in self.seconds.items()}, handle)
