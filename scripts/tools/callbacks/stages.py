@@ -19,7 +19,7 @@ description: Writes them to the file named by GPUFLEET_STAGES.
 STAGES = ("preflight", "engine", "toolkit", "cccl", "plan", "jit", "canary", "fleet", "health")
 
 
-class CallbackModule(CallbackBase):  # type: ignore[misc]
+class CallbackModule(CallbackBase):
     """Sum the time between task starts under the stage that the task belongs to."""
 
     CALLBACK_VERSION = 2.0
