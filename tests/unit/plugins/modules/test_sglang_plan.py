@@ -24,6 +24,7 @@ def run(tmp_path, capsys):
         "model": str(model),
         "release": "r1",
         "venv": "/opt/r1",
+        "config_dir": str(tmp_path / "etc"),
         "unit_dir": str(tmp_path / "units"),
         "facts": {"gpus": [], "listeners": []},
     }
