@@ -11,14 +11,12 @@ GPUS = range(3)
 PORT = 30000
 
 
-def test_first_deploy(fleet):
-    run = fleet.play("deploy", timeout=900)
+def test_deployed(fleet):
+    """The scenario's converge step has deployed."""
     for gpu in GPUS:
         assert fleet.answers(PORT + gpu) > 0
-        assert re.search(rf"GPU {gpu} .*ready", run.output)
     version = json.loads(fleet.http(PORT, "/server_info")[1])["version"]
     assert version == fleet.variables["sglang_server_version"]
-    print(f"first deploy of 3 slots, engine's installation included: {run.seconds:.0f} s")
 
 
 def test_the_journal_proves_the_order(fleet):
