@@ -46,7 +46,9 @@ def digest(*lines):
 
 FIRED = digest("The server is fired up and ready to roll!")
 CAUSE = digest("RuntimeError: no weights", "Received sigquit from a child process.")
-BIND = digest("ERROR: [Errno 98] error while attempting to bind on address", "The server is fired up and ready to roll!")
+BIND = digest(
+    "ERROR: [Errno 98] error while attempting to bind on address", "The server is fired up and ready to roll!"
+)
 
 
 def one(unit, log=None, port="none", answer=None, expected="", limits=None, now=160.0, **more):
@@ -73,9 +75,27 @@ TABLE = [
     (replace(FAILED, result="oom-kill"), None, "none", None, "", "failed", "exited 2, result oom-kill, without", True),
     (LOOP, CAUSE, "none", None, "", "failed", "RuntimeError: no weights", True),
     (UP, BIND, "none", None, "", "failed", "ERROR: [Errno 98]", True),
-    (UP, BIND, "foreign", READY, "", "failed", "ERROR: [Errno 98] error while attempting to bind on address (the", True),
+    (
+        UP,
+        BIND,
+        "foreign",
+        READY,
+        "",
+        "failed",
+        "ERROR: [Errno 98] error while attempting to bind on address (the",
+        True,
+    ),
     (replace(UP, invocation_id="i2"), CAUSE, "ours", READY, "i1", "failed", "RuntimeError: no weights", True),
-    (replace(UP, invocation_id="i2", restarts=1), None, "none", None, "i1", "failed", "died and was started again (1", True),
+    (
+        replace(UP, invocation_id="i2", restarts=1),
+        None,
+        "none",
+        None,
+        "i1",
+        "failed",
+        "died and was started again (1",
+        True,
+    ),
     (UP, None, "none", None, "", "starting", "", False),
     (UP, None, "ours", None, "", "starting", "", False),
     (UP, None, "ours", WARMING, "", "starting", "", False),
@@ -192,7 +212,11 @@ def test_describe_ready():
     found = describe(INSTANCE, memory, look, verdict, "ct200")
     assert (found["host"], found["gpu"], found["uuid"], found["url"]) == ("ct200", 3, "GPU-3", "http://127.0.0.1:30003")
     assert (found["state"], found["phase"], found["reason"], found["error_lines"]) == ("ready", "ready", "", [])
-    assert (found["seconds"], found["seconds_to_ready"], found["phases"]) == (60.0, 20.0, {"process": 20.0, "ready": 20.0})
+    assert (found["seconds"], found["seconds_to_ready"], found["phases"]) == (
+        60.0,
+        20.0,
+        {"process": 20.0, "ready": 20.0},
+    )
     assert (found["kv_tokens"], found["exit_code"], found["exit_status"]) == (10, "", None)
 
 

@@ -68,7 +68,7 @@ time.sleep(0.5)
 log("Load weight begin. avail mem=20.58 GB")
 time.sleep(0.5)
 if FAULT == "die":
-    print("Traceback (most recent call last):\n  File \"/x/loader.py\", line 5, in load\n    raise RuntimeError(")
+    print('Traceback (most recent call last):\n  File "/x/loader.py", line 5, in load\n    raise RuntimeError(')
     print("RuntimeError: Cannot find any model weights with `/srv/model`\n", flush=True)
     log("Received sigquit from a child process. It usually means the child failed.")
     sys.exit(1)
