@@ -58,7 +58,7 @@ class ActionModule(ActionBase):
         variables["target"] = args.get("target", "sglang.target")
         rendered: dict[str, Any] = {}
         secrets: dict[str, str] = {}
-        for instance in args["instances"]:
+        for instance in args.get("instances", []):
             if args.get("units") and instance["unit"] not in args["units"]:
                 continue
             files, secret, digest = server_files(
@@ -98,7 +98,7 @@ class ActionModule(ActionBase):
             told = self._call(
                 {
                     "state": "settled",
-                    "instances": args["instances"],
+                    "instances": args.get("instances", []),
                     "before": before,
                     "actions": actions,
                     "slice_seconds": SLICE_SECONDS,

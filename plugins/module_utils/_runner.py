@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -61,23 +62,23 @@ class SubprocessRunner:
         """Run argv; env, when given, is added to a C.UTF-8 copy of this process's environment."""
         full = {**os.environ, "LC_ALL": "C.UTF-8", "LANG": "C.UTF-8", **(env or {})}
         try:
-            done = subprocess.run(
-                list(argv),
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                timeout=timeout,
-                env=full,
-                cwd=cwd,
-                check=False,
+            process = subprocess.Popen(
+                list(argv), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=full, cwd=cwd
             )
-        except subprocess.TimeoutExpired as exc:
-            return Result(TIMED_OUT, _text(exc.stdout), f"{argv[0]} did not finish within {timeout:g} s")
         except (FileNotFoundError, NotADirectoryError):
             return Result(NOT_FOUND, "", f"{argv[0]}: not found")
         except OSError as exc:
             return Result(126, "", f"{argv[0]}: {exc.strerror}")
-        rc = done.returncode if done.returncode >= 0 else 128 - done.returncode
-        return Result(rc, _text(done.stdout), _text(done.stderr))
+        try:
+            out, err = process.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired as exc:
+            process.kill()
+            # Not wait(): a process stuck in the driver (state D) does not die, and must not hold us too.
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=1.0)
+            return Result(TIMED_OUT, _text(exc.stdout), f"{argv[0]} did not finish within {timeout:g} s")
+        rc = process.returncode if process.returncode >= 0 else 128 - process.returncode
+        return Result(rc, _text(out), _text(err))
 
 
 def _text(data: bytes | None) -> str:

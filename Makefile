@@ -1,0 +1,21 @@
+# The commands people type; the work is in scripts/.
+SHELL := /bin/bash
+FORMAT ?= table
+INVENTORY ?= inventories/demo
+.PHONY: help demo demo-down status test test-all lint unit
+help: ## what there is
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
+demo: ## the real engine on this machine's CPUs: eight servers under systemd, deployed and asked
+	@scripts/demo up
+demo-down: ## remove the demo's host
+	@scripts/demo down
+status: ## every server at a glance: FORMAT=table|json INVENTORY=inventories/demo
+	@scripts/status "$(FORMAT)" "$(INVENTORY)"
+test: ## all checks and tests but the longest
+	@scripts/test fast
+test-all: ## everything
+	@scripts/test all
+lint: ## static checks only
+	@scripts/test lint
+unit: ## unit tests only
+	@scripts/test unit

@@ -1,0 +1,201 @@
+# Copyright: The gpufleet.sglang contributors
+# GNU General Public License v3.0+ (see LICENSE or https://www.gnu.org/licenses/gpl-3.0.txt)
+# PRIVATE to the collection gpufleet.sglang: may change at any time.
+"""Preflight: what was seen on the host, judged for the servers it is to run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ansible_collections.gpufleet.sglang.plugins.module_utils import _gpus, _host
+from ansible_collections.gpufleet.sglang.plugins.module_utils._finding import WARNING, Finding
+from ansible_collections.gpufleet.sglang.plugins.module_utils._gpus import Gpu
+from ansible_collections.gpufleet.sglang.plugins.module_utils._ports import Listener, holders, listeners
+from ansible_collections.gpufleet.sglang.plugins.module_utils._slots import Slot, port_problems, resolve, unit_of_gpu
+
+TOLERATED_MIB = 1024  # a foreign process with less than this on a GPU is named, but stops nothing
+CPU_SERVER_MIB = 1600  # a server on device cpu, measured
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What preflight is asked to look at."""
+
+    device: str = "cuda"
+    gpus: Sequence[object] = ()
+    instances: Sequence[Mapping[str, Any]] = ()
+    base_port: object = 30000
+    host: str = "127.0.0.1"
+    ports: Sequence[int] = ()
+    paths: Sequence[Mapping[str, Any]] = ()  # path, min_free_mib, unless (a file that makes the space unneeded)
+
+
+@dataclass(frozen=True)
+class GpuFacts:
+    """The GPUs of a host and what went wrong in asking for them."""
+
+    gpus: list[Gpu] = field(default_factory=list)
+    known: bool = False  # nvidia-smi has answered
+    checked: bool = False  # false on device cpu
+    findings: list[Finding] = field(default_factory=list)
+
+
+def look_at_gpus(host: _host.Host, device: str, timeout: float = 30.0, *, processes: bool = True) -> GpuFacts:
+    """Ask the driver for the GPUs and their processes; nothing is asked on device cpu."""
+    if device == "cpu":
+        return GpuFacts()
+    gpus, findings = _gpus.query(host.runner, timeout)
+    known = not findings
+    if gpus and processes:
+        gpus, more = _gpus.with_processes(host.runner, gpus, host.proc, timeout)
+        findings = [*findings, *more]
+    return GpuFacts(gpus, known, True, findings)
+
+
+def collect(host: _host.Host, wanted: Wanted, timeout: float = 30.0) -> tuple[dict[str, Any], list[Finding]]:
+    """Look at everything, then judge it: returns the facts and the findings."""
+    seen = look_at_gpus(host, wanted.device, timeout)
+    sockets = listeners(host.proc)
+    facts: dict[str, Any] = {
+        "device": wanted.device,
+        "gpus_checked": seen.checked,
+        "gpus": [gpu.to_dict() for gpu in seen.gpus],
+        "listeners": [item.to_dict() for item in sockets],
+        "disks": _host.disks(host, [str(item["path"]) for item in wanted.paths]),
+        "memory": _host.memory(host),
+        "shared_memory_mib": _host.shared_memory_mib(host),
+        "tools": _host.tools(host),
+        "systemd": _host.systemd(host),
+        "pythons": _host.pythons(host),
+    }
+    slots, findings = resolve(
+        wanted.device, wanted.gpus, wanted.instances, wanted.base_port, wanted.host, seen.gpus, seen.known
+    )
+    findings = [*seen.findings, *findings]
+    if seen.checked:
+        driver, wrong = _driver(host, seen.gpus)
+        facts["driver"] = driver
+        findings.extend(wrong)
+        chosen = [gpu for gpu in seen.gpus if gpu.index in {slot.gpu for slot in slots}]
+        nodes = _gpus.open_nodes(host.runner, _gpus.device_nodes(chosen, host.proc, host.dev))
+        facts["device_nodes"] = [{"path": path, "state": state} for path, state in nodes.items()]
+        findings.extend(_gpus.node_problems(nodes))
+        findings.extend(gpu_problems(chosen, _running(slots, sockets)))
+    findings.extend(port_problems(slots, sockets))
+    findings.extend(_extra_ports(wanted, slots, sockets))
+    findings.extend(_disk_problems(wanted, facts["disks"]))
+    findings.extend(_host_problems(wanted.device, facts, slots, sockets))
+    return facts, list(dict.fromkeys(findings))
+
+
+def gpu_problems(gpus: Sequence[Gpu], running: set[int]) -> list[Finding]:
+    """Judge the chosen GPUs: foreign processes, memory taken by nobody visible, unequal sizes, age."""
+    findings: list[Finding] = []
+    for gpu in gpus:
+        where = f"GPU {gpu.index} ({gpu.name}, {gpu.uuid or 'no UUID'})"
+        ours = unit_of_gpu(gpu.index)
+        for process in gpu.processes:
+            if process.unit == ours:
+                continue
+            used = "an unknown amount" if process.used_mib is None else f"{process.used_mib} MiB"
+            text = f"{where} is used by pid {process.pid} ({process.command}, {process.unit or 'no unit'}) with {used}"
+            small = process.used_mib is not None and process.used_mib < TOLERATED_MIB
+            remedy = "Stop that process, or leave the GPU out of sglang_server_gpus"
+            findings.append(Finding("gpu_busy", text, remedy, WARNING if small else "error", gpu.index))
+        if not gpu.processes and (gpu.memory_used_mib or 0) >= TOLERATED_MIB and gpu.index not in running:
+            text = f"{where} has {gpu.memory_used_mib} of {gpu.memory_total_mib} MiB in use by no process visible here"
+            remedy = "Look from the machine outside this container, or for a process that died without freeing it"
+            findings.append(Finding("gpu_memory_in_use", text, remedy, WARNING, gpu.index))
+        if gpu.compute_cap and _capability(gpu.compute_cap) < (7, 5):
+            text = f"{where} has compute capability {gpu.compute_cap}, and SGLang's kernels need 7.5 or more"
+            findings.append(Finding("gpu_too_old", text, "Leave it out of sglang_server_gpus", gpu=gpu.index))
+    sizes = {gpu.index: gpu.memory_total_mib for gpu in gpus if gpu.memory_total_mib}
+    if sizes and max(sizes.values()) > 1.05 * min(sizes.values()):
+        listed = ", ".join(f"GPU {index} {size} MiB" for index, size in sizes.items())
+        text = f"the GPUs have unequal memory: {listed}"
+        remedy = "Settings that fit one may not fit another: set them per GPU in sglang_server_instances"
+        findings.append(Finding("gpu_memory_unequal", text, remedy, WARNING))
+    return findings
+
+
+def _capability(text: str) -> tuple[int, ...]:
+    parts = tuple(int(part) for part in text.split(".") if part.isdigit())
+    return parts or (99,)
+
+
+def _running(slots: Sequence[Slot], sockets: Sequence[Listener]) -> set[int]:
+    """Return the GPUs whose own unit holds a port: what their memory holds is ours."""
+    units = {item.unit for item in sockets}
+    return {slot.gpu for slot in slots if slot.unit in units}
+
+
+def _driver(host: _host.Host, gpus: Sequence[Gpu]) -> tuple[dict[str, Any], list[Finding]]:
+    module = _gpus.kernel_module_version(host.proc)
+    library = _host.libcuda(host)
+    smi = next((gpu.driver_version for gpu in gpus if gpu.driver_version), "")
+    findings = []
+    others = {"nvidia-smi": smi, str(library["path"]): library["version"] or ""}
+    for name, version in others.items():
+        if module and version and version != module:
+            text = f"the loaded kernel module is version {module}, {name} is version {version}"
+            remedy = "Reboot after a driver update; in a container install the host's driver version"
+            findings.append(Finding("driver_mismatch", text, remedy))
+    if library["known"] and not library["path"]:
+        text = "the loader knows no libcuda.so.1: CUDA programs do not find the driver"
+        findings.append(Finding("libcuda_missing", text, "Install the driver's libraries, then run ldconfig", WARNING))
+    return {"module_version": module or None, "smi_version": smi or None, "libcuda": library}, findings
+
+
+def _extra_ports(wanted: Wanted, slots: Sequence[Slot], sockets: Sequence[Listener]) -> list[Finding]:
+    units = {slot.unit for slot in slots}
+    findings = []
+    for port in wanted.ports:
+        for holder in holders(sockets, wanted.host, port):
+            if holder.unit not in units:
+                who = f"pid {holder.pid} ({holder.command or 'unknown command'}, {holder.unit or 'no unit'})"
+                findings.append(Finding("port_taken", f"port {port} is taken by {who}", "Stop it, or use another port"))
+    return findings
+
+
+def _disk_problems(wanted: Wanted, disks: Sequence[Mapping[str, Any]]) -> list[Finding]:
+    findings = []
+    for item, disk in zip(wanted.paths, disks):
+        need = int(item.get("min_free_mib") or 0)
+        unless = item.get("unless")
+        if disk["hung"]:
+            text = f"{disk['path']} does not answer: its mount hangs"
+            findings.append(Finding("disk_hung", text, "Repair or remove the mount"))
+        elif disk["free_mib"] is not None and disk["free_mib"] < need and not (unless and _exists(str(unless))):
+            text = f"{disk['exists']} has {disk['free_mib']} MiB free for {disk['path']}, which needs {need} MiB"
+            findings.append(Finding("disk_full", text, "Free space there, or choose another place"))
+    return findings
+
+
+def _exists(path: str) -> bool:
+    return Path(path).exists()
+
+
+def _host_problems(
+    device: str, facts: Mapping[str, Any], slots: Sequence[Slot], sockets: Sequence[Listener]
+) -> list[Finding]:
+    findings = []
+    if not facts["systemd"]["pid1"]:
+        text = "systemd is not PID 1 on this host"
+        findings.append(
+            Finding("no_systemd", text, "The servers are systemd units: use a host or container that boots systemd")
+        )
+    missing = [name for name in ("gcc", "g++") if not facts["tools"][name]]
+    if device != "cpu" and missing:
+        text = f"{' and '.join(missing)} not on the PATH: kernels that are compiled at run time need a host compiler"
+        findings.append(Finding("no_compiler", text, "Install gcc and g++", WARNING))
+    available = facts["memory"]["available_mib"]
+    new = [slot for slot in slots if slot.gpu not in _running(slots, sockets)]
+    if device == "cpu" and available is not None and len(new) * CPU_SERVER_MIB > available:
+        text = (
+            f"{len(new)} new servers need about {len(new) * CPU_SERVER_MIB} MiB of RAM, {available} MiB are available"
+        )
+        findings.append(Finding("memory_low", text, "List fewer slots in sglang_server_gpus", WARNING))
+    return findings

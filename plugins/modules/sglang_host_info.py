@@ -1,0 +1,231 @@
+#!/usr/bin/python
+# Copyright: The gpufleet.sglang contributors
+# GNU General Public License v3.0+ (see LICENSE or https://www.gnu.org/licenses/gpl-3.0.txt)
+"""Look at a host before servers are deployed."""
+
+from __future__ import annotations
+
+DOCUMENTATION = r"""
+module: sglang_host_info
+short_description: Look at a host that is to run SGLang servers
+version_added: 0.1.0
+author:
+  - gpufleet.sglang contributors (@gpufleet)
+description:
+  - Looks at GPUs, the driver, device nodes, listening ports, disks, memory, compilers, systemd and Python, and says
+    what stands in the way of one server per GPU. Finds all problems at once.
+  - A program or mount that hangs is a problem in the result; the module itself does not hang.
+  - GPUs and ports that the collection's own unit for the same GPU holds are no problem.
+extends_documentation_fragment:
+  - gpufleet.sglang.attributes
+attributes:
+  check_mode:
+    support: full
+  diff_mode:
+    support: none
+    details: Changes nothing.
+options:
+  device:
+    description: What the servers run on. With V(cpu) GPUs are not looked at, and the result says so.
+    type: str
+    choices: [cuda, cpu]
+    default: cuda
+  gpus:
+    description:
+      - GPUs that are to be used, by index or UUID. An empty list means all of them.
+      - With O(device=cpu), the numbers of the servers.
+    type: list
+    elements: str
+    default: []
+  instances:
+    description: What differs per GPU; only C(gpu), C(port) and C(host) matter here.
+    type: list
+    elements: dict
+    default: []
+  base_port:
+    description: The server of GPU N listens on this port plus N.
+    type: int
+    default: 30000
+  host:
+    description: Address the servers bind.
+    type: str
+    default: 127.0.0.1
+  ports:
+    description: Further ports that must be free or held by one of the servers.
+    type: list
+    elements: int
+    default: []
+  paths:
+    description: Places that need free space.
+    type: list
+    elements: dict
+    default: []
+    suboptions:
+      path:
+        description: The place; it need not exist yet.
+        type: path
+        required: true
+      min_free_mib:
+        description: Free space that must be there, in MiB.
+        type: int
+        default: 0
+      unless:
+        description: A file whose existence says that the space is not needed any more.
+        type: path
+  timeout:
+    description: Seconds that each question to the driver may take.
+    type: int
+    default: 30
+"""
+
+EXAMPLES = r"""
+- name: Look at the host
+  gpufleet.sglang.sglang_host_info:
+    gpus: [0, 1]
+    base_port: 30000
+    paths:
+      - path: /opt/sglang/releases
+        min_free_mib: 20000
+  register: host
+
+- name: Stop with everything that is wrong
+  ansible.builtin.fail:
+    msg: "{{ host.msg }}"
+  when: not host.ok
+"""
+
+RETURN = r"""
+ok:
+  description: Whether no problem has the severity C(error).
+  returned: always
+  type: bool
+msg:
+  description: One text that names all problems of severity C(error), or says that there are none.
+  returned: always
+  type: str
+problems:
+  description: Everything found, each with C(code), C(severity), C(message), C(remedy) and, for one GPU, C(gpu).
+  returned: always
+  type: list
+  elements: dict
+  sample:
+    - code: port_taken
+      severity: error
+      message: port 30003 of GPU 3 is taken by pid 812 (nginx, nginx.service) on 0.0.0.0
+      remedy: Stop that process, or give the GPU another port in sglang_server_instances
+      gpu: 3
+facts:
+  description: What was seen.
+  returned: always
+  type: dict
+  contains:
+    gpus_checked:
+      description: Whether the driver was asked; V(false) on device cpu.
+      returned: always
+      type: bool
+    gpus:
+      description: The GPUs with their memory in MiB and the processes on them.
+      returned: always
+      type: list
+      elements: dict
+    listeners:
+      description: Listening TCP sockets with pid, command and unit.
+      returned: always
+      type: list
+      elements: dict
+    driver:
+      description: Versions of kernel module, nvidia-smi and libcuda.
+      returned: on device cuda
+      type: dict
+    device_nodes:
+      description: The device nodes and whether they open.
+      returned: on device cuda
+      type: list
+      elements: dict
+    disks:
+      description: Free space of O(paths), in MiB.
+      returned: always
+      type: list
+      elements: dict
+    memory:
+      description: RAM and the tightest cgroup limit, in MiB.
+      returned: always
+      type: dict
+    shared_memory_mib:
+      description: Size of /dev/shm.
+      returned: always
+      type: int
+    cpu_count:
+      description: CPUs this host may use.
+      returned: always
+      type: int
+    tools:
+      description: Where gcc, g++, ninja and nvcc lie on the PATH.
+      returned: always
+      type: dict
+    systemd:
+      description: Whether systemd is PID 1, and its version.
+      returned: always
+      type: dict
+    pythons:
+      description: Interpreters on the PATH that could make a venv, and the version each reports when run.
+      returned: always
+      type: list
+      elements: dict
+"""
+
+import os
+from typing import Any
+
+from ansible.module_utils.basic import AnsibleModule
+from ansible_collections.gpufleet.sglang.plugins.module_utils._finding import errors, numbered
+from ansible_collections.gpufleet.sglang.plugins.module_utils._host import Host
+from ansible_collections.gpufleet.sglang.plugins.module_utils._preflight import Wanted, collect
+from ansible_collections.gpufleet.sglang.plugins.module_utils._runner import SubprocessRunner
+
+SEARCH_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+
+
+def argument_spec() -> dict[str, Any]:
+    """Return the module's options."""
+    return {
+        "device": {"type": "str", "choices": ["cuda", "cpu"], "default": "cuda"},
+        "gpus": {"type": "list", "elements": "str", "default": []},
+        "instances": {"type": "list", "elements": "dict", "default": []},
+        "base_port": {"type": "int", "default": 30000},
+        "host": {"type": "str", "default": "127.0.0.1"},
+        "ports": {"type": "list", "elements": "int", "default": []},
+        "paths": {
+            "type": "list",
+            "elements": "dict",
+            "default": [],
+            "options": {
+                "path": {"type": "path", "required": True},
+                "min_free_mib": {"type": "int", "default": 0},
+                "unless": {"type": "path"},
+            },
+        },
+        "timeout": {"type": "int", "default": 30},
+    }
+
+
+def main() -> None:
+    """Run the module."""
+    module = AnsibleModule(argument_spec=argument_spec(), supports_check_mode=True)
+    params = dict(module.params)
+    timeout = params.pop("timeout")
+    host = Host(SubprocessRunner(), search_path=f"{os.environ.get('PATH', '')}:{SEARCH_PATH}")
+    facts, found = collect(host, Wanted(**params), float(timeout))
+    wrong = errors(found)
+    count = "1 problem" if len(wrong) == 1 else f"{len(wrong)} problems"
+    module.exit_json(
+        changed=False,
+        facts={**facts, "cpu_count": len(os.sched_getaffinity(0))},
+        problems=[item.to_dict() for item in found],
+        ok=not wrong,
+        msg=numbered(count, "in the way", wrong) if wrong else "nothing stands in the way",
+    )
+
+
+if __name__ == "__main__":
+    main()
