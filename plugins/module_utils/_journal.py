@@ -182,6 +182,16 @@ class Follower:
         for entry in self._read([*BASE, "--boot", f"--lines={TAIL_LINES}", *matches], TAIL_LINES):
             track.feed(_named(entry, unit))
 
+    def before(self, unit: str) -> LogDigest:
+        """Read the end of the invocation before the one that is followed: why a unit that loops died last."""
+        track = self.tracks.get(unit)
+        digests: dict[str, LogDigest] = {}
+        for entry in self._read([*BASE, "--boot", f"--lines={TAIL_LINES * 4}", "--unit", unit], TAIL_LINES * 4):
+            if entry.invocation and (track is None or entry.invocation != track.invocation):
+                other = Track(entry.invocation, digests.setdefault(entry.invocation, LogDigest()))
+                other.feed(entry)
+        return list(digests.values())[-1] if digests else LogDigest()
+
     def poll(self) -> bool:
         """Read what is new for all units at once; True when one of them had something to say."""
         if not self.tracks or not self.cursor:

@@ -44,7 +44,7 @@ def owners(inodes: Collection[int], pids: Iterable[int] | None = None, proc: str
     if not wanted:
         return held
     if pids is None:
-        pids = sorted(int(name) for name in os.listdir(proc) if name.isdigit())  # noqa: PTH208 (tens of thousands)
+        pids = sorted(int(name) for name in os.listdir(proc) if name.isdigit())
     for pid in pids:
         try:
             with os.scandir(f"{proc}/{pid}/fd") as entries:
@@ -54,7 +54,7 @@ def owners(inodes: Collection[int], pids: Iterable[int] | None = None, proc: str
         seen = set()
         for name in names:
             try:
-                inode = wanted.get(os.readlink(name))  # noqa: PTH115 (hot loop)
+                inode = wanted.get(os.readlink(name))
             except OSError:
                 continue
             if inode is not None and inode not in seen:

@@ -10,7 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -286,7 +286,17 @@ class Watch:
             if self.world.asking(item.unit):
                 self.memories[item.unit].take(ProbeResult(reason=f"no answer within {timeout:g} s"), self.world.now())
         verdicts = self.verdicts(looks, None)
+        for unit, look in looks.items():
+            if verdicts[unit].state == "starting" and look.unit.restarts:
+                verdicts[unit] = replace(verdicts[unit], reason=self._loops(unit, look))
         return Outcome(self.servers(looks, verdicts), True, self.state())
+
+    def _loops(self, unit: str, look: Look) -> str:
+        """Say why systemd had to start a unit again that looks as if it were merely starting."""
+        last = self.world.follower.before(unit)
+        why = [*last.error_lines()[:1], *([last.exit] if last.exit else [])]
+        times = "once" if look.unit.restarts == 1 else f"{look.unit.restarts} times"
+        return f"systemd has restarted it {times}" + (f", last after: {why[0]}" if why else "")
 
     def wait(self, limits: Limits, seconds: float | None = None, patience: float = 60.0) -> Outcome:
         """Look until all is decided, or for about so many seconds (None: as long as it takes).

@@ -87,8 +87,6 @@ class Journal:
         chosen = self.entries
         if "--after-cursor" in options:
             chosen = chosen[int(options["--after-cursor"][1:]) :]
-            units = [argv[at + 1] for at, item in enumerate(argv) if item == "--unit"]
-            chosen = [item for item in chosen if item.get("UNIT", item.get("_SYSTEMD_UNIT")) in units]
         for name in ("_SYSTEMD_INVOCATION_ID", "INVOCATION_ID"):
             wanted = [item.split("=", 1)[1] for item in argv if item.startswith(name + "=")]
             if wanted:
@@ -97,6 +95,9 @@ class Journal:
                     for item in chosen
                     if wanted[0] in (item.get("INVOCATION_ID"), item.get("_SYSTEMD_INVOCATION_ID"))
                 ]
+        if "--unit" in argv:
+            units = [argv[at + 1] for at, item in enumerate(argv) if item == "--unit"]
+            chosen = [item for item in chosen if item.get("UNIT", item.get("_SYSTEMD_UNIT")) in units]
         if "--lines" in options:
             chosen = chosen[-int(options["--lines"]) :]
         for item in chosen:

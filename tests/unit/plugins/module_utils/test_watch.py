@@ -259,6 +259,18 @@ def test_once():
     assert world.clock - 1000 < 21
 
 
+def test_once_tells_a_crash_loop_from_a_start():
+    world = World(1)
+    world.log(0, "RuntimeError: of long ago")
+    world.start(0, "i8", restarts=1)
+    world.log(0, "RuntimeError: no weights")
+    world.start(0, "i9", restarts=2)
+    world.log(0, "Load weight begin")
+    server = watch(world, 1).once(20).servers[0]
+    assert (server["state"], server["phase"]) == ("starting", "weights")
+    assert server["reason"] == "systemd has restarted it 2 times, last after: RuntimeError: no weights"
+
+
 @pytest.mark.parametrize("name", [case[0] for case in REPLAYS])
 def test_real_logs_through_the_loop(name):
     """A line every 0.1 s; the process ends after the last, as it did."""

@@ -24,7 +24,8 @@ FAILED = {
     "state": "failed",
     "phase": "weights",
     "port": 30010,
-    "reason": "RuntimeError: Cannot find any model weights with `/srv/models/Qwen3.6-27B` (sglang/srt/model_loader/load)",
+    "reason": "RuntimeError: Cannot find any model weights with `/srv/models/Qwen3.6-27B` "
+    "(sglang/srt/model_loader/load)",
 }
 
 
