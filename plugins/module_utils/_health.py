@@ -255,6 +255,7 @@ def describe(instance: Instance, memory: Memory, look: Look, verdict: Verdict, h
     return {
         "gpu": instance.gpu,
         "uuid": instance.uuid,
+        "canary": instance.canary,
         "unit": instance.unit,
         "host": host,
         "port": instance.port,
