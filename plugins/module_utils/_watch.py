@@ -57,6 +57,8 @@ INSTANCE_DEFAULTS: dict[str, Any] = {
     "unit_file": "",
 }
 INTERVAL = 0.7  # s between looks
+SETTLE = 5  # tenths of a second for a ready line to arrive ...
+FRESH = 3600.0  # ... of a server that started so many seconds ago, or less
 GRACE = 1.0  # s that bad news waits for answers that are on their way
 PROBE_EVERY = 1.0  # s between two questions to a server that is not ready
 COMPILERS = frozenset(("nvcc", "cicc", "ptxas", "ninja", "cc1plus", "cudafe++", "fatbinary"))
@@ -269,6 +271,11 @@ class Watch:
 
     def servers(self, looks: Mapping[str, Look], verdicts: Mapping[str, Verdict]) -> list[dict[str, Any]]:
         """Describe every server."""
+        for _try in range(SETTLE):  # a server may answer a moment before its ready line is in the journal
+            if all(verdicts[unit].state != "ready" or _told(look) for unit, look in looks.items()):
+                break
+            self.world.sleep(0.1)
+            self.world.follower.poll()
         return [
             describe(item, self.memories[item.unit], looks[item.unit], verdicts[item.unit], self.host)
             for item in self.instances
@@ -336,6 +343,11 @@ def make_host(
 ) -> Host:
     """Build the real world, following the journal from where the last slice stopped."""
     return Host(runner, Follower(source, (state or {}).get("journal")), options)
+
+
+def _told(look: Look) -> bool:
+    """Say whether the ready line was read, or is not to be expected any more."""
+    return look.digest.phase in ("none", "ready") or look.now - look.unit.started > FRESH
 
 
 @dataclass(frozen=True)

@@ -246,6 +246,19 @@ def test_state_is_small():
     assert len(json.dumps(outcome.state)) < 50000
 
 
+def test_ready_line_that_comes_after_the_answer():
+    world = World(1)
+    world.log(0, "Load weight begin")
+    world.later(5, world.serve, 0, after=0.0)
+    world.sleep(5)
+    world.later(5.75, world.log, 0, "The server is fired up and ready to roll!")
+    server = watch(world, 1).wait(LIMITS).servers[0]
+    assert (server["state"], server["phases"]["ready"], server["seconds_to_ready"]) == (
+        "ready",
+        *[pytest.approx(5.8, abs=0.1)] * 2,
+    )
+
+
 def test_once():
     world = World(4)
     world.serve(0)
