@@ -12,7 +12,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import IO, Any, Protocol, cast
 
 from ansible_collections.gpufleet.sglang.plugins.module_utils._phases import LogDigest, digest_from_dict
 
@@ -30,7 +30,6 @@ class LineSource(Protocol):
 
     def lines(self, argv: Sequence[str], *, seconds: float) -> Iterable[bytes]:
         """Run argv for at most seconds and yield its lines; closing the iterator ends the command."""
-        ...
 
 
 class ProcessLines:
@@ -39,22 +38,22 @@ class ProcessLines:
     def lines(self, argv: Sequence[str], *, seconds: float) -> Iterable[bytes]:
         """See LineSource; a command that is missing or fails yields nothing."""
         try:
-            process = subprocess.Popen(
+            process = subprocess.Popen(  # pylint: disable=ansible-bad-function
                 list(argv), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, bufsize=0
             )
         except OSError:
             return
-        assert process.stdout is not None
+        pipe = cast("IO[bytes]", process.stdout)
         deadline = time.monotonic() + seconds
         rest = b""
         try:
             with selectors.DefaultSelector() as selector:
-                selector.register(process.stdout, selectors.EVENT_READ)
+                selector.register(pipe, selectors.EVENT_READ)
                 while True:
                     left = deadline - time.monotonic()
                     if left <= 0 or not selector.select(left):
                         return
-                    data = os.read(process.stdout.fileno(), 65536)
+                    data = os.read(pipe.fileno(), 65536)
                     if not data:
                         break
                     *whole, rest = (rest + data).split(b"\n")
@@ -64,7 +63,7 @@ class ProcessLines:
             if rest:
                 yield rest
         finally:
-            process.stdout.close()
+            pipe.close()
             if process.poll() is None:
                 process.kill()
             process.wait()
@@ -196,11 +195,14 @@ class Follower:
         """Read what is new for all units at once; True when one of them had something to say."""
         if not self.tracks or not self.cursor:
             return False
-        argv = [*BASE, f"--after-cursor={self.cursor}"]
+        # not --after-cursor: when the cursor's own entry does not match, journalctl 252 skips the first that does
+        argv = [*BASE, f"--cursor={self.cursor}"]
         for unit in sorted(self.tracks):
             argv += ["--unit", unit]
         fed = False
         for entry in self._read(argv, POLL_LINES):
+            if entry.cursor == self.cursor:
+                continue
             self.cursor = entry.cursor
             track = self.tracks.get(entry.unit)
             if track:

@@ -85,8 +85,8 @@ class Journal:
         self.calls.append(list(argv))
         options = dict(item.split("=", 1) for item in argv if item.startswith("--") and "=" in item)
         chosen = self.entries
-        if "--after-cursor" in options:
-            chosen = chosen[int(options["--after-cursor"][1:]) :]
+        if "--cursor" in options:  # the entry itself, where it matches
+            chosen = chosen[int(options["--cursor"][1:]) - 1 :]
         for name in ("_SYSTEMD_INVOCATION_ID", "INVOCATION_ID"):
             wanted = [item.split("=", 1)[1] for item in argv if item.startswith(name + "=")]
             if wanted:

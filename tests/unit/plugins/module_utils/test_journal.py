@@ -33,7 +33,7 @@ def test_follow_and_poll():
     digest = follower.digest("a.service")
     assert (digest.phase, digest.exit, digest.error_lines(), digest.lines) == ("kv_pool", "killed 9", [], 3)
     assert follower.poll() is False
-    assert sum("--after-cursor" in " ".join(call) for call in journal.calls) == 3
+    assert sum("--cursor" in " ".join(call) for call in journal.calls) == 3
 
 
 def test_one_call_for_all_units():
