@@ -12,7 +12,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import IO, Any, Protocol, cast
+from typing import Any, Protocol
 
 from ansible_collections.gpufleet.sglang.plugins.module_utils._phases import LogDigest, digest_from_dict
 
@@ -43,7 +43,9 @@ class ProcessLines:
             )
         except OSError:
             return
-        pipe = cast("IO[bytes]", process.stdout)
+        pipe = process.stdout
+        if pipe is None:  # never, with PIPE above
+            return
         deadline = time.monotonic() + seconds
         rest = b""
         try:
