@@ -34,8 +34,17 @@ def test_a_server_on_its_way():
             ["ct200 GPU 3 sglang@3: weights (12 s), kv_pool (14 s)"],
         ),
         (
-            server(state="ready", phase="ready", seconds_to_ready=26.2, first_token_seconds=0.131),
-            ["ct200 GPU 3 sglang@3: ready after 26 s, port 30003, 1st token 0.13 s"],
+            server(
+                state="ready",
+                phase="ready",
+                phases={"process": 1.0, "warmup": 24.0, "ready": 26.2},
+                seconds_to_ready=26.2,
+                first_token_seconds=0.131,
+            ),
+            [
+                "ct200 GPU 3 sglang@3: warmup (24 s)",
+                "ct200 GPU 3 sglang@3: ready after 26 s, port 30003, 1st token 0.13 s",
+            ],
         ),
         (server(state="ready", phase="ready", seconds_to_ready=26.2), []),
         (
