@@ -54,7 +54,7 @@ def warnings(findings: Iterable[Finding]) -> list[Finding]:
     return [item for item in findings if item.severity != ERROR]
 
 
-def numbered(host: str, what: str, findings: Sequence[Finding]) -> str:
-    """Return one message that names the host and lists all findings: '<host>: <what>: 1. ... 2. ...'."""
+def numbered(heading: str, findings: Sequence[Finding]) -> str:
+    """Return one message that lists all findings: '<heading>:', then '1. ...', '2. ...' on lines of their own."""
     lines = [f"{number}. {item.text()}" for number, item in enumerate(findings, start=1)]
-    return "\n".join([f"{host}: {what}:", *lines])
+    return "\n".join([f"{heading}:", *lines])

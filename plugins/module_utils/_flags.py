@@ -81,6 +81,9 @@ OWNED: dict[str, tuple[str, str]] = {
         "SGLang prints it in its first log line and every user sees it in the process list",
         "Keep keys in the router in front of the servers",
     ),
+    "ssl-keyfile-password": ("the process list shows it", "Put TLS into the router in front of the servers"),
+    "ssl-keyfile": ("the servers are asked over plain HTTP", "Put TLS into the router in front of the servers"),
+    "ssl-certfile": ("the servers are asked over plain HTTP", "Put TLS into the router in front of the servers"),
 }
 # More than one of these means several GPUs for one server.
 PARALLEL: dict[str, str] = {

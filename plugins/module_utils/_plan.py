@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,7 +27,6 @@ from ansible_collections.gpufleet.sglang.plugins.module_utils._options import En
 from ansible_collections.gpufleet.sglang.plugins.module_utils._ports import Listener
 from ansible_collections.gpufleet.sglang.plugins.module_utils._slots import Slot, find_gpu, port_problems, resolve
 
-_UNIT = re.compile(r"sglang@\d+\.service")
 _OFFLINE = ("1", "on", "true", "yes")
 
 
@@ -115,11 +114,10 @@ def build_plan(
     return plan, errors(unique), warnings(unique)
 
 
-def removed_units(plan: Plan, previous: Sequence[str], on_disk: Sequence[str]) -> list[str]:
-    """Return our units that the plan no longer has: named by the previous plan, or lying in the unit folder."""
+def removed_units(plan: Plan, applied: Iterable[Instance]) -> list[str]:
+    """Return the units that an earlier rollout rendered and the plan no longer has, by GPU."""
     wanted = {item.unit for item in plan.instances}
-    gone = {unit for unit in [*previous, *on_disk] if _UNIT.fullmatch(unit)} - wanted
-    return sorted(gone, key=lambda unit: int(unit[7:-8]))
+    return [item.unit for item in sorted(applied, key=lambda item: item.gpu) if item.unit not in wanted]
 
 
 def describe(plan: Plan, gpus: Sequence[Gpu]) -> list[str]:

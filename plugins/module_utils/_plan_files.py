@@ -54,19 +54,6 @@ def read_text(path: Path) -> str:
         return ""
 
 
-def planned_units(text: str) -> list[str]:
-    """Return the units that a plan.json names, of whatever schema; [] for anything else."""
-    try:
-        return [str(item["unit"]) for item in json.loads(text)["instances"]]
-    except (ValueError, KeyError, TypeError):
-        return []
-
-
-def units_on_disk(folder: str) -> list[str]:
-    """Return the names of the servers' units that lie in a folder."""
-    return sorted(item.name for item in Path(folder).glob("sglang@*.service"))
-
-
 def write_plan(path: Path, before: str, after: str, *, dry: bool) -> bool:
     """Write the plan in one step when its text or mode differ; returns whether they did."""
     try:

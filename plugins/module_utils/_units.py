@@ -276,6 +276,9 @@ class Fleet:
         # A unit that ran into its start limit refuses even our start; rc 1 when it is not loaded yet.
         self.runner.run(["systemctl", "reset-failed", *units])
         self._systemctl("restart", "--no-block", *units)
+        # Active, so that a stop of the target reaches its units; without its dependencies, so that
+        # it does not start servers that are not due yet.
+        self._systemctl("start", "--job-mode=ignore-dependencies", self.target)
 
     def _kill(self, units: Sequence[str]) -> None:
         if not units:

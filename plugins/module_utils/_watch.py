@@ -30,7 +30,9 @@ from ansible_collections.gpufleet.sglang.plugins.module_utils._instance import (
     Instance,
     PlanFileError,
     instance_from_dict,
+    read_applied,
     read_plan,
+    with_applied,
 )
 from ansible_collections.gpufleet.sglang.plugins.module_utils._journal import Follower, LineSource
 from ansible_collections.gpufleet.sglang.plugins.module_utils._listeners import (
@@ -370,7 +372,7 @@ def select(plan: str, given: Sequence[Mapping[str, Any]] | None, units: Sequence
     elif not Path(plan).exists():
         return Chosen([], host, f"{plan} does not exist: nothing has been deployed on this host")
     else:
-        read = read_plan(plan)
+        read = with_applied(read_plan(plan), read_applied(str(Path(plan).parent)))
         instances, host = read.instances, read.host
     if units is not None:
         known = {short(item.unit) for item in instances}

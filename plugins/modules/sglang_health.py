@@ -21,7 +21,10 @@ description:
   - While it waits, a line is printed for every phase change of every server.
 options:
   plan:
-    description: File with the plan of this host, as M(gpufleet.sglang.sglang_plan) writes it.
+    description:
+      - File with the plan of this host, as M(gpufleet.sglang.sglang_plan) writes it.
+      - A server that was rendered is looked for where it was rendered last (C(GPU.json) beside the plan), which differs
+        from the plan after a rollout that went back.
     type: path
     default: /etc/sglang/plan.json
   instances:
@@ -128,6 +131,9 @@ servers:
     uuid:
       description: UUID of the GPU.
       type: str
+    canary:
+      description: Whether the plan starts this server first.
+      type: bool
     unit:
       description: Name of the unit.
       type: str

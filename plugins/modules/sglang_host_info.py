@@ -217,13 +217,13 @@ def main() -> None:
     host = Host(SubprocessRunner(), search_path=f"{os.environ.get('PATH', '')}:{SEARCH_PATH}")
     facts, found = collect(host, Wanted(**params), float(timeout))
     wrong = errors(found)
-    count = "1 problem" if len(wrong) == 1 else f"{len(wrong)} problems"
+    what = "1 problem stands in the way" if len(wrong) == 1 else f"{len(wrong)} problems stand in the way"
     module.exit_json(
         changed=False,
         facts={**facts, "cpu_count": len(os.sched_getaffinity(0))},
         problems=[item.to_dict() for item in found],
         ok=not wrong,
-        msg=numbered(count, "in the way", wrong) if wrong else "nothing stands in the way",
+        msg=numbered(what, wrong) if wrong else "nothing stands in the way",
     )
 
 

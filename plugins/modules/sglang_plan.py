@@ -167,8 +167,8 @@ flags_checked:
   type: bool
 removed_units:
   description:
-    - Our units that the plan no longer has, because it had them before or because their file lies in O(unit_dir).
-      The rollout stops them.
+    - Units that an earlier rollout rendered (C(GPU.json) in O(config_dir)) and the plan no longer has. The rollout
+      stops and removes them.
   returned: success
   type: list
   elements: str
@@ -199,6 +199,7 @@ from ansible_collections.gpufleet.sglang.plugins.module_utils import _model
 from ansible_collections.gpufleet.sglang.plugins.module_utils._finding import numbered
 from ansible_collections.gpufleet.sglang.plugins.module_utils._gpus import gpu_from_dict
 from ansible_collections.gpufleet.sglang.plugins.module_utils._host import Host
+from ansible_collections.gpufleet.sglang.plugins.module_utils._instance import read_applied
 from ansible_collections.gpufleet.sglang.plugins.module_utils._plan import (
     PlanFacts,
     PlanSettings,
@@ -210,9 +211,7 @@ from ansible_collections.gpufleet.sglang.plugins.module_utils._plan_files import
     PlanInputError,
     cuda_home,
     engine_options,
-    planned_units,
     read_text,
-    units_on_disk,
     write_plan,
 )
 from ansible_collections.gpufleet.sglang.plugins.module_utils._ports import Listener, listeners
@@ -283,12 +282,11 @@ def main() -> None:
         "flags_checked": options is not None,
     }
     if problems:
-        what = f"no plan, {len(problems)} problem{'s' if len(problems) > 1 else ''}"
-        module.fail_json(msg=numbered(params["name"], what, problems), **result)
+        what = f"{params['name']}: no plan, {len(problems)} problem{'s' if len(problems) > 1 else ''}"
+        module.fail_json(msg=numbered(what, problems), **result)
 
     path = Path(params["path"])
     before, after = read_text(path), plan.to_json()
-    previous = planned_units(before)
     try:
         changed = write_plan(path, before, after, dry=module.check_mode)
     except OSError as exc:
@@ -297,7 +295,7 @@ def main() -> None:
         changed=changed,
         diff={"before": before, "after": after, "before_header": str(path), "after_header": str(path)},
         plan=plan.to_dict(),
-        removed_units=removed_units(plan, previous, units_on_disk(params["unit_dir"])),
+        removed_units=removed_units(plan, read_applied(params["config_dir"]).values()),
         lines=describe(plan, facts.gpus),
         **result,
     )

@@ -143,6 +143,7 @@ def build(recipe: Recipe, python: str, index: str) -> None:
     target = target_options(python, platform.machine())
     part = recipe.folder.with_name(recipe.folder.name + ".part")
     part.mkdir(parents=True, exist_ok=True)
+    _reuse(recipe.folder, part)
     for project in recipe.projects:
         pip("wheel", "--quiet", "--no-deps", f"--wheel-dir={part}", str(project))
     local = {str(parse_wheel_filename(p.name)[0]) for p in part.glob("*.whl")} & {
@@ -168,6 +169,18 @@ def build(recipe: Recipe, python: str, index: str) -> None:
         raise WheelhouseError(f"not in the folder after the download: {', '.join(lost)}")
     _publish(recipe.folder, wheels, fingerprint(recipe, python, index))
     shutil.rmtree(part)
+
+
+def _reuse(folder: Path, part: Path) -> None:
+    """Offer pip the wheels that an earlier run finished, so that a changed lock downloads only what is new."""
+    try:
+        sealed = json.loads((folder / ".complete").read_text(encoding="utf-8"))["files"]
+    except (OSError, ValueError, KeyError):
+        return
+    for name, size in sealed.items():
+        wheel = folder / name
+        if wheel.exists() and wheel.stat().st_size == size and not (part / name).exists():
+            (part / name).hardlink_to(wheel)
 
 
 def _project_name(project: Path) -> str:

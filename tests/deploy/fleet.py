@@ -130,7 +130,13 @@ class Fleet:
             text=True,
             errors="replace",
             start_new_session=True,
-            env={**os.environ, "ANSIBLE_FORCE_COLOR": "0", "ANSIBLE_NOCOLOR": "1", "PYTHONUNBUFFERED": "1", **(env or {})},
+            env={
+                **os.environ,
+                "ANSIBLE_FORCE_COLOR": "0",
+                "ANSIBLE_NOCOLOR": "1",
+                "PYTHONUNBUFFERED": "1",
+                **(env or {}),
+            },
         )
         run = Run(process)
 
@@ -172,7 +178,9 @@ class Fleet:
             "ExecMainStartTimestampMonotonic,ControlGroup,LoadState"
         )
         text = self.sh(f"systemctl show --no-pager -p {wanted} {names}")
-        blocks = [dict(line.split("=", 1) for line in block.splitlines() if "=" in line) for block in text.split("\n\n")]
+        blocks = [
+            dict(line.split("=", 1) for line in block.splitlines() if "=" in line) for block in text.split("\n\n")
+        ]
         return {int(block["Id"].split("@")[1].split(".")[0]): block for block in blocks if block}
 
     def pids(self, gpus) -> dict[int, int]:

@@ -19,7 +19,7 @@ description: Writes them to the file named by GPUFLEET_STAGES.
 STAGES = ("preflight", "engine", "toolkit", "cccl", "plan", "jit", "canary", "fleet", "health")
 
 
-class CallbackModule(CallbackBase):  # type: ignore[misc]
+class CallbackModule(CallbackBase):
     """Sum the time between task starts under the stage that the task belongs to."""
 
     CALLBACK_VERSION = 2.0
@@ -49,5 +49,5 @@ class CallbackModule(CallbackBase):  # type: ignore[misc]
         self._switch("end")
         path = os.environ.get("GPUFLEET_STAGES")
         if path:
-            with open(path, "w", encoding="utf-8") as handle:  # noqa: PTH123
+            with open(path, "w", encoding="utf-8") as handle:
                 json.dump({key: round(value, 1) for key, value in self.seconds.items()}, handle)

@@ -152,6 +152,7 @@ def test_extra_args(extra, expected):
         ({"tensor-parallel-size": 2}, "owned_flag", "one server per GPU"),
         ({"tp-size": "8"}, "owned_flag", "one server per GPU"),
         ({"nnodes": 2}, "owned_flag", "one server per GPU"),
+        ({"ssl-keyfile": "/k"}, "owned_flag", "TLS into the router"),
         ({"help": True}, "owned_flag", "ends the engine"),
         ({"mamba-scheduler-strategy": "no_buffer"}, "unknown_flag", "sglang_server_mamba_strategy"),
         ({"cuda-graph-max-bs": 8}, "unknown_flag", "sglang_server_decode_graph_max_batch"),

@@ -32,6 +32,15 @@ def test_eight_gpus(runner):
     assert _gpus.gpu_from_dict(gpus[3].to_dict()) == gpus[3]
 
 
+def test_a_real_h200():
+    line = (
+        "0, GPU-d88ae72a-a315-b2b5-471e-023b73e1019d, NVIDIA H200, 143771, 139558, 3599, 9.0, 580.159.04, "
+        "Disabled, Enabled, 00000000:00:06.0\n"
+    )
+    (gpu,) = _gpus.parse_gpus(line)
+    assert (gpu.memory_total_mib, gpu.memory_used_mib, gpu.compute_cap) == (143771, 3599, "9.0")
+
+
 def test_fields_that_do_not_apply_are_unknown_not_zero():
     line = "0, GPU-x, NVIDIA GB10, [N/A], [N/A], [Not Supported], [N/A], 580.95.05, [N/A], N/A, 0000000F:01:00.0\n"
     (gpu,) = _gpus.parse_gpus(line)

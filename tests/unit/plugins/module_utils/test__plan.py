@@ -325,9 +325,8 @@ def test_the_launcher_follows_the_engine():
 
 def test_units_that_are_no_longer_planned():
     plan, _problems, _warnings = build(settings(gpus=["0", "1"]))
-    previous = ["sglang@0.service", "sglang@10.service", "nginx.service"]
-    on_disk = ["sglang@1.service", "sglang@2.service", "sglang@10.service", "sglang@x.service"]
-    assert _plan.removed_units(plan, previous, on_disk) == ["sglang@2.service", "sglang@10.service"]
+    rendered = [dataclasses.replace(plan.instances[0], gpu=gpu, unit=f"sglang@{gpu}.service") for gpu in (10, 0, 2)]
+    assert _plan.removed_units(plan, rendered) == ["sglang@2.service", "sglang@10.service"]
 
 
 def test_lines_for_people():

@@ -29,20 +29,6 @@ def test_write_once_then_leave_alone(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "units"),
-    [
-        ('{"schema": 9, "instances": [{"unit": "sglang@0.service"}]}', ["sglang@0.service"]),
-        ("", []),
-        ("{", []),
-        ("{}", []),
-        ("[1]", []),
-    ],
-)
-def test_planned_units(text, units):
-    assert _plan_files.planned_units(text) == units
-
-
-@pytest.mark.parametrize(
     ("text", "home", "findings"),
     [
         (None, None, 0),
@@ -70,10 +56,3 @@ def test_engine_options(tmp_path):
     path.write_text("{}")
     with pytest.raises(_plan_files.PlanInputError, match=r"options\.json"):
         _plan_files.engine_options(str(path))
-
-
-def test_units_on_disk(tmp_path):
-    for name in ("sglang@1.service", "sglang@0.service", "sglang.target", "sglang@.service.d"):
-        (tmp_path / name).write_text("")
-    assert _plan_files.units_on_disk(str(tmp_path)) == ["sglang@0.service", "sglang@1.service"]
-    assert _plan_files.units_on_disk(str(tmp_path / "none")) == []

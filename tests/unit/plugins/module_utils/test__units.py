@@ -170,7 +170,7 @@ def test_restore_puts_the_kept_files_back(world):
     order = [
         call[1] if call[1] != "--no-ask-password" else call[2] for call in world.runner.calls if call[0] == "systemctl"
     ]
-    assert order[-6:] == ["stop", "kill", "stop", "daemon-reload", "reset-failed", "restart"]
+    assert order[-7:] == ["stop", "kill", "stop", "daemon-reload", "reset-failed", "restart", "start"]
 
 
 def test_restore_without_anything_good_stops_and_disables(world):

@@ -24,6 +24,7 @@ def run(tmp_path, capsys):
         "model": str(model),
         "release": "r1",
         "venv": "/opt/r1",
+        "config_dir": str(tmp_path / "etc"),
         "unit_dir": str(tmp_path / "units"),
         "facts": {"gpus": [], "listeners": []},
     }
@@ -51,11 +52,14 @@ def test_check_run_check_run(run, tmp_path):
 
 
 def test_a_gpu_that_is_taken_away_is_named_until_its_unit_is_gone(run, tmp_path):
-    assert run(gpus=[0, 1, 2])["removed_units"] == []
+    etc = tmp_path / "etc"
+    first = run(gpus=[0, 1, 2])
+    assert first["removed_units"] == []
+    for instance in first["plan"]["instances"]:  # as the rollout leaves them
+        (etc / f"{instance['gpu']}.json").write_text(json.dumps(instance))
     assert run(gpus=[0])["removed_units"] == ["sglang@1.service", "sglang@2.service"]
-    assert run(gpus=[0])["removed_units"] == []
-    (tmp_path / "units").mkdir()
-    (tmp_path / "units/sglang@2.service").write_text("")
+    assert run(gpus=[0])["removed_units"] == ["sglang@1.service", "sglang@2.service"]
+    (etc / "1.json").unlink()
     assert run(gpus=[0])["removed_units"] == ["sglang@2.service"]
 
 
