@@ -30,7 +30,6 @@ class LineSource(Protocol):
 
     def lines(self, argv: Sequence[str], *, seconds: float) -> Iterable[bytes]:
         """Run argv for at most seconds and yield its lines; closing the iterator ends the command."""
-        ...
 
 
 class ProcessLines:
@@ -39,22 +38,24 @@ class ProcessLines:
     def lines(self, argv: Sequence[str], *, seconds: float) -> Iterable[bytes]:
         """See LineSource; a command that is missing or fails yields nothing."""
         try:
-            process = subprocess.Popen(
+            process = subprocess.Popen(  # pylint: disable=ansible-bad-function
                 list(argv), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, bufsize=0
             )
         except OSError:
             return
-        assert process.stdout is not None
+        pipe = process.stdout
+        if pipe is None:  # never, with PIPE above
+            return
         deadline = time.monotonic() + seconds
         rest = b""
         try:
             with selectors.DefaultSelector() as selector:
-                selector.register(process.stdout, selectors.EVENT_READ)
+                selector.register(pipe, selectors.EVENT_READ)
                 while True:
                     left = deadline - time.monotonic()
                     if left <= 0 or not selector.select(left):
                         return
-                    data = os.read(process.stdout.fileno(), 65536)
+                    data = os.read(pipe.fileno(), 65536)
                     if not data:
                         break
                     *whole, rest = (rest + data).split(b"\n")
@@ -64,7 +65,7 @@ class ProcessLines:
             if rest:
                 yield rest
         finally:
-            process.stdout.close()
+            pipe.close()
             if process.poll() is None:
                 process.kill()
             process.wait()
@@ -182,15 +183,28 @@ class Follower:
         for entry in self._read([*BASE, "--boot", f"--lines={TAIL_LINES}", *matches], TAIL_LINES):
             track.feed(_named(entry, unit))
 
+    def before(self, unit: str) -> LogDigest:
+        """Read the end of the invocation before the one that is followed: why a unit that loops died last."""
+        track = self.tracks.get(unit)
+        digests: dict[str, LogDigest] = {}
+        for entry in self._read([*BASE, "--boot", f"--lines={TAIL_LINES * 4}", "--unit", unit], TAIL_LINES * 4):
+            if entry.invocation and (track is None or entry.invocation != track.invocation):
+                other = Track(entry.invocation, digests.setdefault(entry.invocation, LogDigest()))
+                other.feed(entry)
+        return list(digests.values())[-1] if digests else LogDigest()
+
     def poll(self) -> bool:
         """Read what is new for all units at once; True when one of them had something to say."""
         if not self.tracks or not self.cursor:
             return False
-        argv = [*BASE, f"--after-cursor={self.cursor}"]
+        # not --after-cursor: when the cursor's own entry does not match, journalctl 252 skips the first that does
+        argv = [*BASE, f"--cursor={self.cursor}"]
         for unit in sorted(self.tracks):
             argv += ["--unit", unit]
         fed = False
         for entry in self._read(argv, POLL_LINES):
+            if entry.cursor == self.cursor:
+                continue
             self.cursor = entry.cursor
             track = self.tracks.get(entry.unit)
             if track:

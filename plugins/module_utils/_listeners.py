@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import ipaddress
+import itertools
 import os
 import struct
 from collections.abc import Collection, Iterable, Sequence
@@ -108,11 +109,16 @@ def answering(sockets: Sequence[Listener], host: str, port: int) -> Listener | N
 
 
 def command_of(pid: int, proc: str = "/proc", limit: int = 160) -> str:
-    """Return a process's command line on one line, cut; its name in brackets when it has none; '' when it is gone."""
+    """Return a process's command up to its first long option (what comes after may be a key), on one line, cut.
+
+    Its name in brackets when it has none; '' when it is gone.
+    """
     try:
         raw = Path(f"{proc}/{pid}/cmdline").read_bytes()
         if raw.strip(b"\0"):
-            text = " ".join(raw.decode("utf-8", "replace").strip("\0").replace("\0", " ").split())
+            words = raw.decode("utf-8", "replace").strip("\0").split("\0")
+            plain = itertools.takewhile(lambda word: not word.startswith("--"), words)
+            text = " ".join(" ".join(plain).split())
         else:
             text = "[" + Path(f"{proc}/{pid}/comm").read_text().strip() + "]"
     except OSError:

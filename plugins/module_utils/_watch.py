@@ -10,7 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -59,6 +59,8 @@ INSTANCE_DEFAULTS: dict[str, Any] = {
     "unit_file": "",
 }
 INTERVAL = 0.7  # s between looks
+SETTLE = 5  # tenths of a second for a ready line to arrive ...
+FRESH = 3600.0  # ... of a server that started so many seconds ago, or less
 GRACE = 1.0  # s that bad news waits for answers that are on their way
 PROBE_EVERY = 1.0  # s between two questions to a server that is not ready
 COMPILERS = frozenset(("nvcc", "cicc", "ptxas", "ninja", "cc1plus", "cudafe++", "fatbinary"))
@@ -271,6 +273,11 @@ class Watch:
 
     def servers(self, looks: Mapping[str, Look], verdicts: Mapping[str, Verdict]) -> list[dict[str, Any]]:
         """Describe every server."""
+        for _try in range(SETTLE):  # a server may answer a moment before its ready line is in the journal
+            if all(verdicts[unit].state != "ready" or _told(look) for unit, look in looks.items()):
+                break
+            self.world.sleep(0.1)
+            self.world.follower.poll()
         return [
             describe(item, self.memories[item.unit], looks[item.unit], verdicts[item.unit], self.host)
             for item in self.instances
@@ -288,7 +295,17 @@ class Watch:
             if self.world.asking(item.unit):
                 self.memories[item.unit].take(ProbeResult(reason=f"no answer within {timeout:g} s"), self.world.now())
         verdicts = self.verdicts(looks, None)
+        for unit, look in looks.items():
+            if verdicts[unit].state == "starting" and look.unit.restarts:
+                verdicts[unit] = replace(verdicts[unit], reason=self._loops(unit, look))
         return Outcome(self.servers(looks, verdicts), True, self.state())
+
+    def _loops(self, unit: str, look: Look) -> str:
+        """Say why systemd had to start a unit again that looks as if it were merely starting."""
+        last = self.world.follower.before(unit)
+        why = [*last.error_lines()[:1], *([last.exit] if last.exit else [])]
+        times = "once" if look.unit.restarts == 1 else f"{look.unit.restarts} times"
+        return f"systemd has restarted it {times}" + (f", last after: {why[0]}" if why else "")
 
     def wait(self, limits: Limits, seconds: float | None = None, patience: float = 60.0) -> Outcome:
         """Look until all is decided, or for about so many seconds (None: as long as it takes).
@@ -328,6 +345,11 @@ def make_host(
 ) -> Host:
     """Build the real world, following the journal from where the last slice stopped."""
     return Host(runner, Follower(source, (state or {}).get("journal")), options)
+
+
+def _told(look: Look) -> bool:
+    """Say whether the ready line was read, or is not to be expected any more."""
+    return look.digest.phase in ("none", "ready") or look.now - look.unit.started > FRESH
 
 
 @dataclass(frozen=True)

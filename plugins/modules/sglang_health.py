@@ -125,6 +125,9 @@ servers:
     gpu:
       description: Index of the GPU, or number of the slot on device cpu.
       type: int
+    canary:
+      description: Whether it is the one that is started first.
+      type: bool
     uuid:
       description: UUID of the GPU.
       type: str
@@ -235,7 +238,7 @@ from ansible_collections.gpufleet.sglang.plugins.module_utils._watch import Watc
 
 PROBE = {
     "prompt": {"type": "str", "default": ProbeOptions.prompt},
-    "max_tokens": {"type": "int", "default": ProbeOptions.max_tokens},
+    "max_tokens": {"type": "int", "default": ProbeOptions.max_tokens, "no_log": False},
     "timeout": {"type": "int", "default": int(ProbeOptions.timeout)},
     "api_key": {"type": "str", "no_log": True},
 }

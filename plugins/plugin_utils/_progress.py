@@ -39,12 +39,12 @@ class Progress:
         new = [phase for phase in times if phase not in known and phase != "ready"]
         known.update(new)
         self.states[unit] = state
-        if state == "starting":
-            said = ", ".join(f"{phase}{_seconds(times[phase], ' ({} s)')}" for phase in new)
-            return [_line(server, said)] if said else []
-        if state == before:
-            return []
-        return [_line(server, ready(server) if state == "ready" else f"{state}: {_why(server)}")]
+        said = ", ".join(f"{phase}{_seconds(times[phase], ' ({} s)')}" for phase in new)
+        # the way of a server that was seen on its way; not of one that had arrived before the first look
+        lines = [_line(server, said)] if said and (state == "starting" or before == "starting") else []
+        if state in ("starting", before):
+            return lines
+        return [*lines, _line(server, ready(server) if state == "ready" else f"{state}: {_why(server)}")]
 
 
 def ready(server: Mapping[str, Any]) -> str:

@@ -11,53 +11,9 @@ from ansible_collections.gpufleet.sglang.plugins.module_utils._journal import (
     ProcessLines,
     parse_entry,
 )
+from ansible_collections.gpufleet.sglang.tests.unit.replay import Journal
 
 READY = "[2026-12-01 02:29:52] The server is fired up and ready to roll!"
-
-
-class Journal:
-    """Answers the few journalctl commands that are used, from a list of entries."""
-
-    def __init__(self):
-        self.entries = []
-        self.calls = []
-        self.read = 0
-
-    def add(self, message, unit="a.service", invocation="i1", manager=False, at=None):
-        number = len(self.entries) + 1
-        names = ("UNIT", "INVOCATION_ID") if manager else ("_SYSTEMD_UNIT", "_SYSTEMD_INVOCATION_ID")
-        self.entries.append(
-            {
-                "__CURSOR": f"c{number}",
-                "__MONOTONIC_TIMESTAMP": str(int((number if at is None else at) * 1e6)),
-                "MESSAGE": message,
-                names[0]: unit,
-                names[1]: invocation,
-                "_PID": "1",
-            }
-        )
-
-    def lines(self, argv, *, seconds):
-        self.calls.append(list(argv))
-        options = dict(item.split("=", 1) for item in argv if item.startswith("--") and "=" in item)
-        chosen = self.entries
-        if "--after-cursor" in options:
-            chosen = chosen[int(options["--after-cursor"][1:]) :]
-            units = [argv[at + 1] for at, item in enumerate(argv) if item == "--unit"]
-            chosen = [item for item in chosen if item.get("UNIT", item.get("_SYSTEMD_UNIT")) in units]
-        for name in ("_SYSTEMD_INVOCATION_ID", "INVOCATION_ID"):
-            wanted = [item.split("=", 1)[1] for item in argv if item.startswith(name + "=")]
-            if wanted:
-                chosen = [
-                    item
-                    for item in chosen
-                    if wanted[0] in (item.get("INVOCATION_ID"), item.get("_SYSTEMD_INVOCATION_ID"))
-                ]
-        if "--lines" in options:
-            chosen = chosen[-int(options["--lines"]) :]
-        for item in chosen:
-            self.read += 1
-            yield json.dumps(item).encode()
 
 
 def test_follow_and_poll():
@@ -77,7 +33,7 @@ def test_follow_and_poll():
     digest = follower.digest("a.service")
     assert (digest.phase, digest.exit, digest.error_lines(), digest.lines) == ("kv_pool", "killed 9", [], 3)
     assert follower.poll() is False
-    assert sum("--after-cursor" in " ".join(call) for call in journal.calls) == 3
+    assert sum("--cursor" in " ".join(call) for call in journal.calls) == 3
 
 
 def test_one_call_for_all_units():

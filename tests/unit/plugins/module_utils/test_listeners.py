@@ -75,3 +75,12 @@ def test_command_of():
     assert "python" in command_of(os.getpid(), limit=1000)
     assert command_of(os.getpid(), limit=10).endswith("...")
     assert command_of(2**22 + 1) == ""
+
+
+def test_command_of_shows_no_key(tmp_path):
+    (tmp_path / "7").mkdir()
+    (tmp_path / "7" / "cmdline").write_bytes(b"/v/bin/sglang\0serve\0--api-key\0secret\0")
+    assert command_of(7, str(tmp_path)) == "/v/bin/sglang serve"
+    (tmp_path / "7" / "cmdline").write_bytes(b"")
+    (tmp_path / "7" / "comm").write_text("kthread\n")
+    assert command_of(7, str(tmp_path)) == "[kthread]"

@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 from ansible_collections.gpufleet.sglang.plugins.module_utils._phases import (
@@ -11,58 +10,7 @@ from ansible_collections.gpufleet.sglang.plugins.module_utils._phases import (
     LogDigest,
     digest_from_dict,
 )
-
-LOGS = Path(__file__).parents[2] / "fixtures" / "logs"
-CPU = "process weights kv_pool warmup ready"
-GPU = "process weights kv_pool graphs warmup ready"
-DETOK = ["Subprocess detokenizer (pid=", "SIGQUIT received."]
-SCHED = ["Subprocess scheduler_0 (pid=", "SIGQUIT received."]
-BIND = ["ERROR:    [Errno 98] error while attempting to bind on address ('127.0.0.1', 30000): address already in use"]
-
-REPLAYS = [  # real logs of SGLang 0.5.23 (cpu) and 0.5.17 (gpu-h200): phases, KV tokens, how the error lines begin
-    ("cpu-attn-bad", "process", None, ["sglang serve: error: argument --attention-backend: invalid choice: 'nope'"]),
-    ("cpu-dp2", "process", None, ["AssertionError: SGLANG_CPU_OMP_THREADS_BIND is not set", "EOFError"]),
-    ("cpu-kill-detok", CPU, 8192, DETOK),
-    ("cpu-kill-main", CPU, 8192, []),
-    ("cpu-kill-scheduler", CPU, 8192, SCHED),
-    ("cpu-mem-fraction-small", CPU, 1860010, ["SIGTERM received."]),
-    (
-        "cpu-model-hub-offline",
-        "process",
-        None,
-        [
-            "huggingface_hub.errors.LocalEntryNotFoundError: Cannot find the requested files",
-            "OSError: We couldn't connect to 'https://huggingface.co' to load the files",
-        ],
-    ),
-    (
-        "cpu-model-missing",
-        "process",
-        None,
-        [
-            "huggingface_hub.errors.HFValidationError: Repo id must be in the form",
-            "OSError: Repo id must be in the form 'repo_name' or 'namespace/repo_name': '/srv/nope'.",
-        ],
-    ),
-    ("cpu-no-env", "process weights", None, ["ModuleNotFoundError: No module named 'vllm' (sglang/srt/layers/rotary_"]),
-    ("cpu-no-weights", "process weights", None, ["RuntimeError: Cannot find any model weights with `/srv/m-qwen3` (s"]),
-    ("cpu-port-in-use", "process weights kv_pool warmup", 8192, BIND),
-    ("cpu-port-in-use-sglang", "process weights kv_pool warmup", 8192, BIND),  # prints "fired up" all the same
-    ("cpu-serve", CPU, 8192, DETOK),
-    ("cpu-term-loading", "process weights kv_pool", 8192, ["BrokenPipeError: [Errno 32] Broken pipe"]),
-    ("cpu-tp2", CPU, 8192, ["SIGTERM received."]),
-    ("cpu-api-key", CPU, 8192, ["SIGTERM received."]),
-    ("gpu-h200-broken-package", "process", None, ["ModuleNotFoundError: No module named 'sgl_kernel.infllm_v2'"]),
-    ("gpu-h200-cold", GPU, 10903115, ["SIGTERM received.", *DETOK]),
-    ("gpu-h200-warm", GPU, 10903115, ["SIGTERM received.", *SCHED]),
-    ("gpu-h200-w0", GPU, 197152, ["SIGTERM received.", *DETOK]),
-    ("gpu-h200-w1", "process weights", None, ["ValueError: Loaded weights leave no GPU memory for the KV cache under"]),
-    ("gpu-h200-unit-bulk-warm-lost", GPU, 3605358, ["SIGTERM received.", *SCHED]),
-]
-
-
-def lines_of(name):
-    return (LOGS / f"{name}.log").read_bytes().decode("utf-8", "replace").split("\n")[:-1]
+from ansible_collections.gpufleet.sglang.tests.unit.replay import REPLAYS, lines_of
 
 
 def digest_of(lines):
@@ -130,8 +78,14 @@ LINES = [
         ["Rank 0 scheduler died during initialization"],
     ),
     (  # what comes after a wrapper follows from it
-        ["Traceback (most recent call last):", '  File "/a/site-packages/b/c.py", line 3, in f', "ValueError: cause"]
-        + [STAMP + "Received sigquit from a child process.", "Traceback (most recent call last):", "EOFError"],
+        [
+            "Traceback (most recent call last):",
+            '  File "/a/site-packages/b/c.py", line 3, in f',
+            "ValueError: cause",
+            STAMP + "Received sigquit from a child process.",
+            "Traceback (most recent call last):",
+            "EOFError",
+        ],
         "process",
         ["ValueError: cause (b/c.py:3 in f)"],
     ),
@@ -149,8 +103,9 @@ LINES = [
             "Traceback (most recent call last):",
             "torch.OutOfMemoryError: CUDA out of memory.",
             "Tried to allocate 2 GiB.",
-        ]
-        + [STAMP + "Prefill batch, x", "and more"],
+            STAMP + "Prefill batch, x",
+            "and more",
+        ],
         "process",
         ["torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB."],
     ),
