@@ -70,7 +70,10 @@ class ActionModule(ActionBase):
         raise AssertionError("unreachable")
 
     def _module(self, args: dict[str, Any], task_vars: dict[str, Any]) -> dict[str, Any]:
-        return self._execute_module(module_name="gpufleet.sglang.sglang_health", module_args=args, task_vars=task_vars)
+        told: dict[str, Any] = self._execute_module(
+            module_name="gpufleet.sglang.sglang_health", module_args=args, task_vars=task_vars
+        )
+        return told
 
 
 def _finish(result: dict[str, Any], host: str) -> dict[str, Any]:

@@ -125,9 +125,6 @@ servers:
     gpu:
       description: Index of the GPU, or number of the slot on device cpu.
       type: int
-    canary:
-      description: Whether it is the one that is started first.
-      type: bool
     uuid:
       description: UUID of the GPU.
       type: str
@@ -256,7 +253,7 @@ ARGUMENTS = {
 }
 
 
-def main():
+def main() -> None:
     """Build, look, tell."""
     # no_log here only keeps the invocation out of the host's log: watch_state would fill it
     module = AnsibleModule(argument_spec=ARGUMENTS, supports_check_mode=True, no_log=True)

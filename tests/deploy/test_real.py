@@ -58,7 +58,8 @@ def test_a_killed_scheduler_brings_back_that_server_only(fleet):
     pids = fleet.pids(GPUS)
     group = fleet.units([2])[2]["ControlGroup"]
     scheduler = fleet.sh(
-        f"for p in $(cat /sys/fs/cgroup{group}/cgroup.procs); do grep -q scheduler /proc/$p/cmdline && echo $p; done; true"
+        f"for p in $(cat /sys/fs/cgroup{group}/cgroup.procs);"
+        " do grep -q scheduler /proc/$p/cmdline && echo $p; done; true"
     ).split()
     assert scheduler
     fleet.sh(f"kill -KILL {scheduler[0]}")
