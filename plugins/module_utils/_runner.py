@@ -41,7 +41,6 @@ class Runner(Protocol):
         cwd: str | None = None,
     ) -> Result:
         """Run argv (no shell) for at most timeout seconds; never raises for a command that fails."""
-        ...
 
 
 class SubprocessRunner:

@@ -89,7 +89,7 @@ def hang(handler):
 
 
 def drip_header(handler):
-    for _ in range(40):
+    for _n in range(40):
         handler.connection.sendall(b"H")
         time.sleep(0.1)
 
@@ -97,7 +97,7 @@ def drip_header(handler):
 def drip_body(handler):
     handler.send_response(200)
     handler.end_headers()
-    for _ in range(40):
+    for _n in range(40):
         handler.wfile.write(b":\n")
         time.sleep(0.1)
 

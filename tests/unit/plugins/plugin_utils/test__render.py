@@ -77,12 +77,12 @@ def test_environment_value(value, quoted):
     assert environment_value(value) == quoted
 
 
-def files(instance=INSTANCE, variables=VARIABLES, secrets=None):
+def files(instance=None, variables=None, secrets=None):
     return server_files(
-        instance,
+        instance or INSTANCE,
         str(TEMPLATES / "sglang@.service.j2"),
         str(TEMPLATES / "sglang.env.j2"),
-        variables,
+        variables or VARIABLES,
         secrets or {},
     )
 
