@@ -35,4 +35,6 @@ cd "$dest"
 git init -q                                # else the repository around it, which ignores .cache, would list no file
 command=$1
 shift
+# changelog fails on a warning of docutils when its code is first compiled; scripts/test runs antsibull-changelog itself
+[ "$command" != sanity ] || set -- --skip-test changelog "$@"
 exec ansible-test "$command" --venv --python "$(python -c 'import sys; print("%d.%d" % sys.version_info[:2])')" --color no "$@"
