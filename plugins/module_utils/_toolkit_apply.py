@@ -1,7 +1,7 @@
 # Copyright: The gpufleet.sglang contributors
 # GNU General Public License v3.0+ (see LICENSE or https://www.gnu.org/licenses/gpl-3.0.txt)
 # PRIVATE to the collection gpufleet.sglang: may change at any time.
-"""Writing a composed CUDA_HOME: beside its place, then renamed; killed at any moment, the old tree or the new one is there."""
+"""Writing a composed CUDA_HOME: beside its place, then renamed; a killed run leaves the old tree or the new one."""
 
 from __future__ import annotations
 

@@ -192,7 +192,11 @@ class Build:
         for entry in entries:
             if entry.path.startswith("targets/"):
                 continue
-            if entry.kind != "link" or not entry.target.startswith("/") or (entry.path == comp.STUB and not entry.target.startswith(self.toolkit.root)):
+            if (
+                entry.kind != "link"
+                or not entry.target.startswith("/")
+                or (entry.path == comp.STUB and not entry.target.startswith(self.toolkit.root))
+            ):
                 found.append(entry.line())
         if self.cccl:
             found.append(
@@ -213,7 +217,7 @@ def manifest_of(tree: str) -> str:
             if os.path.islink(path):
                 lines.append(f"{relative} -> {os.readlink(path)}")
             elif os.path.isfile(path) and relative == comp.STUB:
-                lines.append(f"{relative} (generated from {os.path.realpath(f'{tree}/include/cuda.h')})")
+                lines.append(f"{relative} (generated from {os.readlink(f'{tree}/include/cuda.h')})")
             elif os.path.isfile(path) and relative != RECORD:
                 lines.append(f"{relative} (file)")
     return "".join(f"{line}\n" for line in sorted(lines))

@@ -6,9 +6,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from ansible_collections.gpufleet.sglang.plugins.module_utils._finding import Finding, errors
+from ansible_collections.gpufleet.sglang.plugins.module_utils._finding import WARNING, Finding, errors
 from ansible_collections.gpufleet.sglang.plugins.module_utils._toolkit_host import arch_findings
 from ansible_collections.gpufleet.sglang.plugins.module_utils._toolkit_look import (
     CCCL_FAULTS,
@@ -46,7 +46,7 @@ def choose(
             continue
         exact = item.layout.kind == "pip" or item.layout.origin == "explicit" or not completable
         if _codes(faults[id(item)]) <= COMPOSABLE | CCCL_FAULTS and (exact or not _other_minor(item)):
-            return Choice(item, False, faults[id(item)])
+            return Choice(item, False, [*_passed_over(toolkits, item, faults), *faults[id(item)]])
     if pip and completable:
         return Choice(pip, True, faults[id(pip)])
     return Choice(None, False, _refusal(toolkits, python, faults, install))
@@ -60,6 +60,17 @@ def _codes(findings: Sequence[Finding]) -> set[str]:
     return {item.code for item in errors(findings)}
 
 
+def _passed_over(toolkits: Sequence[Toolkit], chosen: Toolkit, faults: dict[int, list[Finding]]) -> list[Finding]:
+    """Return why better placed toolkits are not used: worth knowing, no longer in the way."""
+    found: list[Finding] = []
+    for item in toolkits:
+        if item is chosen:
+            break
+        wrong = [fault for fault in errors(faults[id(item)]) if fault.code not in COMPOSABLE | CCCL_FAULTS]
+        found += [replace(fault, message=f"not used: {fault.message}", severity=WARNING) for fault in wrong]
+    return found
+
+
 def _other_minor(toolkit: Toolkit) -> bool:
     return any(item.code == "skew_torch_minor" for item in toolkit.findings)
 
@@ -70,8 +81,8 @@ def _refusal(
     found: list[Finding] = []
     if python.split:
         text = (
-            f"{python.prefix}: CUDA 12's wheels (nvidia/cuda_nvcc, nvidia/cuda_runtime) hold ptxas, libnvvm and headers,"
-            " but neither nvcc nor cicc: nothing can be compiled with them"
+            f"{python.prefix}: CUDA 12's wheels (nvidia/cuda_nvcc, nvidia/cuda_runtime) hold ptxas, libnvvm and"
+            " headers, but neither nvcc nor cicc: nothing can be compiled with them"
         )
         found.append(Finding("wheels_cu12", text, OLD_WHEELS))
     for item in toolkits:

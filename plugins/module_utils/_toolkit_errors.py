@@ -3,6 +3,7 @@
 # PRIVATE to the collection gpufleet.sglang: may change at any time.
 """What compilers, linkers and loaders say when a toolkit is incomplete or mixed, and what it means."""
 
+# ruff: noqa: E501
 from __future__ import annotations
 
 import re

@@ -20,7 +20,7 @@ from ansible_collections.gpufleet.sglang.plugins.module_utils._toolkit_look impo
 from ansible_collections.gpufleet.sglang.plugins.module_utils._toolkit_python import Python, read
 
 MIB = 1024 * 1024
-SPACE = {"trees": 64, "cache": 2048, "scratch": 512}  # MiB
+SPACE = {"trees": 64, "cache": 512, "scratch": 256}  # MiB
 # The first nvcc that knows an architecture; a family target (f) came with 12.9.
 FIRST = {(9, 0): (11, 8), (10, 0): (12, 8), (10, 3): (12, 9), (11, 0): (13, 0), (12, 0): (12, 8), (12, 1): (12, 9)}
 FAMILY = (12, 9)

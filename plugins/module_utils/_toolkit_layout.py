@@ -135,7 +135,7 @@ def candidates(
         real = os.path.realpath(found_nvcc)
         places.append((str(Path(real).parent.parent), "path"))
         if _is_script(real) and not str(Path(real).parent).startswith(str(Path(base, "usr/bin"))):
-            text = f"{found_nvcc} on the PATH is a script, not a compiler: without CUDA_HOME the engine takes the folder above"
+            text = f"{found_nvcc} on the PATH is a script: without CUDA_HOME the engine takes the folder above it"
             findings.append(Finding("nvcc_wrapper", text, "Nothing: the servers get a CUDA_HOME", WARNING))
     places.append((str(Path(base, "usr")), "system"))
     seen: dict[str, Layout] = {}

@@ -79,7 +79,7 @@ class Toolkit:
 
 
 def examine(runner: Runner, layout: Layout, python: Python, owned: dict[str, Owned] | None = None) -> Toolkit:
-    """Look at one toolkit: its parts, their versions, and whether they fit each other and torch; nothing is compiled."""
+    """Look at one toolkit: its parts, their versions, and whether they fit; nothing is compiled."""
     nvcc = layout.find("bins", "nvcc")
     files = owned or {}
     if not nvcc:
@@ -92,7 +92,7 @@ def examine(runner: Runner, layout: Layout, python: Python, owned: dict[str, Own
             finding = Finding("nvcc_missing", name, "It is no CUDA toolkit: correct the path, or install one there")
         return Toolkit(layout, {}, [finding], files)
     versions = find_versions(runner, layout, python, nvcc)
-    findings = [*_missing(layout, python, nvcc), *_links(layout), *_cccl(layout, versions, files, python)]
+    findings = [*_missing(layout, python, nvcc), *_links(layout), *_cccl(layout, files, python)]
     findings += skew(layout, versions, python)
     if "nvcc" not in versions:
         text, remedy = f"{nvcc} does not run or does not tell its version", "Install nvidia-cuda-nvcc again"
@@ -186,9 +186,9 @@ def _links(layout: Layout) -> list[Finding]:
     return found
 
 
-def _cccl(layout: Layout, versions: Mapping[str, str], owned: Mapping[str, Owned], python: Python) -> list[Finding]:
+def _cccl(layout: Layout, owned: Mapping[str, Owned], python: Python) -> list[Finding]:
     if not layout.find("includes", "cccl/nv/target", "nv/target"):
-        text = f"{layout.root} has no nv/target (CCCL): tvm-ffi and FlashInfer <= 0.6.9 stop with `nv/target: No such file`"
+        text = f"{layout.root} has no nv/target (CCCL): tvm-ffi, FlashInfer <= 0.6.9: `nv/target: No such file`"
         return [Finding("nv_target_missing", text, f"Repaired by composing, or: {install_line(python, ('cccl',))}")]
     reasons = []
     for base in layout.includes:

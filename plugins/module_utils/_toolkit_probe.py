@@ -43,20 +43,20 @@ extern "C" int probe_launch(void* out) { probe_kernel<<<1, 32>>>((__nv_bfloat16*
     # One CCCL, whole: parts of two do not compile together.
     HEADERS: r"""
 #include <cub/block/block_reduce.cuh>
-#include <cub/device/device_radix_sort.cuh>
+#include <cub/device/device_reduce.cuh>
 #include <cuda/atomic>
 #include <cuda/std/tuple>
 #include <thrust/device_ptr.h>
-#include <thrust/sort.h>
+#include <thrust/iterator/counting_iterator.h>
+#include <thrust/tuple.h>
 __global__ void sum(int* out) {
   typedef cub::BlockReduce<int, 128> Reduce;
   __shared__ typename Reduce::TempStorage storage;
   int value = Reduce(storage).Sum(threadIdx.x);
   if (!threadIdx.x) *out = value;
 }
-void sort(unsigned* in, unsigned* out, int count, void* storage, size_t& bytes) {
-  cub::DeviceRadixSort::SortKeys(storage, bytes, in, out, count);
-  thrust::sort(thrust::device_pointer_cast(in), thrust::device_pointer_cast(in) + count);
+void reduce(int* in, int* out, int count, void* storage, size_t& bytes) {
+  cub::DeviceReduce::Sum(storage, bytes, thrust::device_pointer_cast(in), out, count);
 }
 """,
 }

@@ -1,7 +1,7 @@
 # Copyright: The gpufleet.sglang contributors
 # GNU General Public License v3.0+ (see LICENSE or https://www.gnu.org/licenses/gpl-3.0.txt)
 # PRIVATE to the collection gpufleet.sglang: may change at any time.
-"""Detect, repair, verify: from what a host has to a CUDA_HOME that was proven, or to all the reasons why there is none."""
+"""Detect, repair, verify: from what a host has to a CUDA_HOME that was proven, or to all reasons why there is none."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ def drift(config_dir: str, cuda_home: str) -> list[Drift]:
 def references(
     names: Sequence[str], config_dirs: Iterable[str], unit_dir: str = UNIT_DIR, proc: str = "/proc"
 ) -> dict[str, list[str]]:
-    """Return who names each of the folders: configurations, known-good copies, units with drop-ins, running processes."""
+    """Return who names each folder: configurations, known-good copies, units with drop-ins, running processes."""
     found: dict[str, list[str]] = {name: [] for name in names}
     files = [path for folder in config_dirs for path in _files(folder)]
     files += [path for path in _files(unit_dir) if "sglang" in str(path)]

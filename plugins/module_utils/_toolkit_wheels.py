@@ -1,7 +1,7 @@
 # Copyright: The gpufleet.sglang contributors
 # GNU General Public License v3.0+ (see LICENSE or https://www.gnu.org/licenses/gpl-3.0.txt)
 # PRIVATE to the collection gpufleet.sglang: may change at any time.
-"""Parts of a toolkit in a prefix of our own, where the environment's do not fit each other; the environment stays as it is."""
+"""Parts of a toolkit in a prefix of our own, where the environment's do not fit; the environment stays as it is."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def install(runner: Runner, private: Private, python: str, origin: Origin) -> No
 def command(
     runner: Runner, requirement: str, target: str, python: str, origin: Origin
 ) -> tuple[list[str], dict[str, str]]:
-    """Return the command that installs into a folder, and its environment: pip of the venv, uv, or a pip of the host."""
+    """Return the command that installs into a folder, and its environment: the venv's pip, uv, or a host's pip."""
     scratch = f"{target}/.tmp"
     os.makedirs(scratch, exist_ok=True)
     spec = Spec(wheel_dir=origin.wheel_dir, index_url=origin.index_url, extra_index_urls=origin.extra_index_urls)

@@ -15,8 +15,8 @@ description:
   - Looks at the toolkit that pip laid out in a virtual environment (C(nvidia/cu13)), at E(CUDA_HOME), below /usr/local,
     at conda's and Debian's, and says at once all that keeps kernels from being compiled, linked and loaded.
   - Completes the first usable one in a folder of its own, made of links (C(lib64), C(libcudart.so), a stub of the
-    driver's library, one CCCL), and never changes a file of pip's. The folder's name holds a fingerprint of everything the links
-    lead to, so that a build never mixes two toolkits.
+    driver's library, one CCCL), and never changes a file of pip's. The folder's name holds a fingerprint of everything
+    the links lead to, so that a build never mixes two toolkits.
   - Proves it by compiling a kernel for each architecture, linking it as FlashInfer links, and loading it. A proof holds
     as long as the toolkit, the host compiler and the architectures stay the same; a second run repeats nothing.
   - Writes C(toolkit.json), from which the servers get their E(CUDA_HOME).
@@ -180,6 +180,11 @@ repairs:
   returned: state is present
   type: list
   elements: str
+lines:
+  description: Findings, repairs and where this leaves the servers, for people.
+  returned: state is present
+  type: list
+  elements: str
 versions:
   description: Versions of C(nvcc), C(ptxas), C(crt), C(nvvm), C(runtime), C(cccl) and of the CUDA that torch runs on.
   returned: state is present
@@ -267,6 +272,7 @@ def result_of(out: Outcome) -> dict[str, Any]:
         "findings": out.listed(),
         "problems": [item.to_dict() for item in out.problems],
         "repairs": out.repairs,
+        "lines": lines_of(out),
         "versions": out.versions,
         "toolkits": [item.to_dict() for item in out.toolkits],
         "proofs": [
@@ -277,6 +283,21 @@ def result_of(out: Outcome) -> dict[str, Any]:
         "pruned": out.pruned,
         "diff": out.diff,
     }
+
+
+def lines_of(out: Outcome) -> list[str]:
+    """Say it for people: every finding with what was done about it, what was made, and what follows."""
+    lines = []
+    for item in dict.fromkeys(out.findings):
+        if item.code in out.repaired:
+            lines.append(f"repaired: {item.message}")
+        else:
+            lines.append(f"{'OPEN' if item.severity == 'error' else 'note'}: {item.text()}")
+    lines += [f"made: {text}" for text in out.repairs]
+    if not out.proven:
+        kept = f"; the servers keep {out.cuda_home}" if out.cuda_home else ""
+        return [*lines, f"no CUDA_HOME is proven{kept}: kernels that are compiled at run time may fail"]
+    return [*lines, f"CUDA_HOME {out.cuda_home}"]
 
 
 def main() -> None:
