@@ -114,7 +114,7 @@ def own_cccl(sources: Sequence[Source]) -> Cccl | None:
     for source in sources:
         for base in source.layout.includes:
             for folder in (f"{base}/cccl", base):
-                if os.path.exists(f"{folder}/nv/target") and os.path.isdir(f"{folder}/cuda/std"):
+                if source.layout.has(f"{folder}/nv/target") and source.layout.has(f"{folder}/cuda/std"):
                     parts = {name: f"{folder}/{name}" for name in CCCL_PARTS if os.path.isdir(f"{folder}/{name}")}
                     return Cccl("toolkit", parts, cccl_version(folder))
     return None
@@ -155,7 +155,7 @@ def _farm(found: dict[str, Entry], source: Source, folder: str, to: str) -> None
     pattern = {"bin": PROGRAMS, "lib": LIBRARIES, "include": HEADERS}[to] if layout.shared else None
     for name in names:
         path, target = f"{to}/{name}", f"{folder}/{name}"
-        if path in found or (pattern and not pattern.fullmatch(name)):
+        if path in found or target in layout.hidden or (pattern and not pattern.fullmatch(name)):
             continue
         if (to == "include" and name in ("cccl", *CCCL_PARTS)) or (to == "lib" and name in ("stubs", "python3")):
             continue
@@ -215,7 +215,7 @@ def _stubs(sources: Sequence[Source], found: Mapping[str, Entry], driver: str) -
             for name in sorted(os.listdir(f"{folder}/stubs")):
                 path, target = f"lib/stubs/{name}", f"{folder}/stubs/{name}"
                 usable = name != "libcuda.so" or soname(target) == "libcuda.so.1"
-                if name.endswith(".so") and usable:
+                if name.endswith(".so") and usable and source.layout.has(target):
                     entries.setdefault(path, Entry(path, "link", target, identity(source, target)))
     if STUB not in entries and driver:
         entries[STUB] = Entry(STUB, "link", driver)

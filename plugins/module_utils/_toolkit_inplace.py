@@ -52,6 +52,11 @@ def load(path: str) -> list[Addition]:
         return []
 
 
+def hidden(folder: str, root: str) -> frozenset[str]:
+    """Return the paths that we added to a tree: they are not the toolkit's own."""
+    return frozenset(item.path for item in load(record_path(folder, root)))
+
+
 def wanted(root: str, entries: Sequence[Entry], recorded: Sequence[Addition]) -> list[Entry]:
     """Return what the tree lacks: of the entries those whose name no wheel has taken."""
     mine = {item.path for item in recorded if item.ours()}

@@ -46,15 +46,21 @@ class Layout:
     libs: tuple[str, ...]
     nvvms: tuple[str, ...]
     shared: bool = False  # the folders hold other programs' files too
+    hidden: frozenset[str] = frozenset()  # what we added ourselves, in place: not the toolkit's own
 
     def find(self, group: str, *names: str) -> str | None:
         """Return the first of the names that is there, in bins, includes, libs or nvvms."""
         folders: tuple[str, ...] = getattr(self, group)
         for name in names:
             for folder in folders:
-                if os.path.exists(f"{folder}/{name}"):
+                if self.has(f"{folder}/{name}"):
                     return f"{folder}/{name}"
         return None
+
+    def has(self, path: str) -> bool:
+        """Tell whether a path is there, and not by our own doing."""
+        mine = any(path == item or path.startswith(f"{item}/") for item in self.hidden)
+        return not mine and os.path.exists(path)
 
 
 def machine_folder() -> str:

@@ -168,13 +168,13 @@ def _links(layout: Layout) -> list[Finding]:
     """Look for what FlashInfer's `-L$CUDA_HOME/lib64 -L$CUDA_HOME/lib64/stubs -lcudart -lcuda` needs."""
     root, found = layout.root, []
     repaired = "Repaired by composing"
-    if not Path(root, "lib64").is_dir():
+    if not layout.has(f"{root}/lib64"):
         text = f"{root} has no lib64, where FlashInfer and tvm-ffi look for libraries: `cannot find -lcudart`"
         found.append(Finding("lib64_missing", text, repaired))
-    if not any(Path(folder, "libcudart.so").exists() for folder in (f"{root}/lib64", *layout.libs)):
+    if not any(layout.has(f"{folder}/libcudart.so") for folder in (f"{root}/lib64", *layout.libs)):
         text = f"{root} has no libcudart.so without a number: `cannot find -lcudart`"
         found.append(Finding("libcudart_so_missing", text, repaired))
-    stub = next((path for path in (f"{f}/stubs/libcuda.so" for f in layout.libs) if Path(path).exists()), "")
+    stub = next((path for path in (f"{f}/stubs/libcuda.so" for f in layout.libs) if layout.has(path)), "")
     if not stub:
         text = f"{root} has no lib64/stubs/libcuda.so: `cannot find -lcuda`"
         found.append(Finding("libcuda_stub_missing", text, repaired))

@@ -113,11 +113,14 @@ def _work(
         _leave_in_place(settings, python, out, check)
     layouts, found = candidates(python, settings.cuda_home, environ, settings.base)
     out.findings += found
+    layouts = [replace(item, hidden=inplace.hidden(settings.folder, item.root)) for item in layouts]
     out.toolkits = [examine(runner, item, python, owned_files(python.infos, item.root)) for item in layouts]
     first = next((item.versions.get("nvcc", "") for item in out.toolkits), "")
     archs, found = host.archs_of(runner, settings.archs, first)
     out.findings += found
     choice = choose(out.toolkits, python, archs, install=settings.skew == "install", in_place=in_place)
+    if settings.cuda_home and not layouts:
+        choice = Choice()
     out.findings += [*choice.findings, *_host_findings(settings, runner, python, choice)]
     if in_place and os.path.exists(f"{python.prefix}/{RELEASE}"):
         text = f"{python.prefix} is a release, whose files are verified: nothing is added to it"

@@ -29,9 +29,9 @@ def interpreter() -> str:
     for name in [*named, f"python{PYTHON}", sys.executable, "/usr/bin/python3"]:
         ask = "import sys, sysconfig, os; print('%d.%d' % sys.version_info[:2], sysconfig.get_path('include'))"
         done = subprocess.run([name, "-c", ask], capture_output=True, text=True) if shutil.which(name) else None
-        if done and done.returncode == 0 and done.stdout.split()[0] == PYTHON:
-            if Path(done.stdout.split()[1], "Python.h").exists():
-                return name
+        said = done.stdout.split() if done and done.returncode == 0 else ["", ""]
+        if said[0] == PYTHON and Path(said[1], "Python.h").exists():
+            return name
     raise RuntimeError(f"no Python {PYTHON} with headers: scripts/bootstrap --python {PYTHON} --venv .cache/venv-2.19")
 
 

@@ -21,8 +21,8 @@ rows: list[str] = []
 @pytest.fixture(scope="module", autouse=True)
 def table():
     yield
-    head = "| CUDA | FlashInfer | tvm-ffi | before | wheels | repair | page after | tvm-ffi after | again | two tags again |"
-    text = "\n".join([head, "|---|---|---|---|---|---|---|---|---|---|", *rows])
+    head = "| CUDA | FlashInfer | before | wheels | repair | page after | tvm-ffi after | again | two tags again |"
+    text = "\n".join([head, "|---|---|---|---|---|---|---|---|---|", *rows])
     print(f"\n{text}\n")
     if os.environ.get("TOOLKIT_TABLE"):
         with open(os.environ["TOOLKIT_TABLE"], "w", encoding="utf-8") as file:
@@ -30,8 +30,9 @@ def table():
 
 
 @pytest.mark.parametrize(
-    ("cuda", "flashinfer"), [pytest.param(*row, id="-".join(row), marks=() if row == FAST else pytest.mark.matrix) for row in MATRIX]
-)  # fmt: skip
+    ("cuda", "flashinfer"),
+    [pytest.param(*row, id="-".join(row), marks=() if row == FAST else pytest.mark.matrix) for row in MATRIX],
+)
 def test_fails_before_passes_after(toolkit_lab, cuda, flashinfer):
     with_cccl = flashinfer == NEW
     parts = "nvcc,crt,nvvm,cudart,cccl" if with_cccl else "nvcc,crt,nvvm,cudart"
@@ -75,7 +76,7 @@ def test_fails_before_passes_after(toolkit_lab, cuda, flashinfer):
     assert changed == 0, output
     assert seconds <= 10
     rows.append(
-        f"| {cuda} | {flashinfer} | 0.1.11 | {'-lcudart -lcuda' if with_cccl else 'nv/target'} | {installed:.0f} s "
+        f"| {cuda} | {flashinfer} | {'-lcudart -lcuda' if with_cccl else 'nv/target'} | {installed:.0f} s "
         f"| {first.seconds:.1f} s | {page.seconds:.1f} s | {tvm.seconds:.1f} s | {again.seconds:.2f} s | {seconds:.1f} s |"
     )
     print(rows[-1])
