@@ -79,6 +79,7 @@ def _refusal(
     toolkits: Sequence[Toolkit], python: Python, faults: dict[int, list[Finding]], install: bool
 ) -> list[Finding]:
     found: list[Finding] = []
+    pip = any(item.layout.kind == "pip" for item in toolkits)
     if python.split:
         text = (
             f"{python.prefix}: CUDA 12's wheels (nvidia/cuda_nvcc, nvidia/cuda_runtime) hold ptxas, libnvvm and"
@@ -86,13 +87,15 @@ def _refusal(
         )
         found.append(Finding("wheels_cu12", text, OLD_WHEELS))
     for item in toolkits:
-        found += [finding for finding in faults[id(item)] if finding.code not in COMPOSABLE | CCCL_FAULTS]
+        for fault in faults[id(item)]:  # all at once; what composing repairs is in nobody's way
+            easy = fault.code in COMPOSABLE | CCCL_FAULTS
+            found.append(replace(fault, severity=WARNING) if easy else fault)
     if not toolkits and not found:
         text = "there is no nvcc: not in the venv, not in $CUDA_HOME, not below /usr/local, not on the PATH"
         version = python.wanted or "==13.0.*"
         remedy = f'Install one: {python.path} -m pip install "cuda-toolkit[nvcc,crt,nvvm,cudart,cccl]{version}"'
         found.append(Finding("toolkit_absent", text, remedy))
-    if install and toolkits and not python.wanted and not python.split:
+    if install and pip and not python.wanted and not python.split:
         text = "which CUDA torch runs on is not known, so no matching set of wheels can be named"
         found.append(Finding("torch_cuda_unknown", text, "Install torch first, or a cuda-toolkit of its version"))
     return found

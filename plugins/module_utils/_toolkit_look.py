@@ -9,7 +9,6 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from ansible_collections.gpufleet.sglang.plugins.module_utils._finding import WARNING, Finding, errors

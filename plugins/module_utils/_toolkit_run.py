@@ -84,12 +84,11 @@ class Outcome:
 
 def run(settings: Settings, runner: Runner, environ: Mapping[str, str], *, check: bool = False) -> Outcome:
     """Do it all; never raises for what a host lacks."""
-    before = state.load(settings.config_dir)
     out = Outcome()
     python = ask(runner, settings.python)
     if isinstance(python, str):
         out.findings.append(Finding("venv_missing", python, "Install the engine first (--tags engine)"))
-        return _finish(settings, out, before, check)
+        return _finish(settings, out, state.load(settings.config_dir), check)
     with ExitStack() as stack:
         problem = apply.check_folder(settings.folder, os.geteuid())
         if problem:
@@ -99,6 +98,7 @@ def run(settings: Settings, runner: Runner, environ: Mapping[str, str], *, check
                 stack.enter_context(apply.locked(settings.folder))
             except apply.ApplyError as exc:
                 out.findings.append(Finding("folder_unwritable", str(exc)))
+        before = state.load(settings.config_dir)  # under the lock: what another run has just proven counts
         _work(settings, runner, environ, python, before, out, check)
         return _finish(settings, out, before, check)
 

@@ -188,8 +188,8 @@ class Environment:
         output = done.stdout + done.stderr
         return Built(done.returncode == 0 and "PASS" in done.stdout, output, time.monotonic() - started)
 
-    def flashinfer(self, home: str | Path) -> Built:
-        return self.build("flashinfer_page.py", str(home))
+    def flashinfer(self, home: str | Path, module: str = "page") -> Built:
+        return self.build("flashinfer_module.py", str(home), module)
 
     def tvm_ffi(self, home: str | Path) -> Built:
         folder = self.folder / "tvm-ffi"

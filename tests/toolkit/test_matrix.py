@@ -77,7 +77,8 @@ def test_fails_before_passes_after(toolkit_lab, cuda, flashinfer):
     assert seconds <= 10
     rows.append(
         f"| {cuda} | {flashinfer} | {'-lcudart -lcuda' if with_cccl else 'nv/target'} | {installed:.0f} s "
-        f"| {first.seconds:.1f} s | {page.seconds:.1f} s | {tvm.seconds:.1f} s | {again.seconds:.2f} s | {seconds:.1f} s |"
+        f"| {first.seconds:.1f} s | {page.seconds:.1f} s | {tvm.seconds:.1f} s "
+        f"| {again.seconds:.2f} s | {seconds:.1f} s |"
     )
     print(rows[-1])
 

@@ -126,8 +126,8 @@ def test_another_toolkit_behind_the_same_names_is_another_folder(desk):
 def test_a_folder_that_a_unit_still_names_stays(desk):
     first = desk.run().cuda_home
     instance = {
-        "gpu": 0, "unit": "sglang@0.service", "host": "", "port": 1, "argv": [], "environment_file": "", "unit_file": "",
-        "environment": {"CUDA_HOME": first},
+        "gpu": 0, "unit": "sglang@0.service", "host": "", "port": 1, "argv": [],
+        "environment_file": "", "unit_file": "", "environment": {"CUDA_HOME": first},
     }  # fmt: skip
     (desk.top / "etc/0.json").write_text(json.dumps(instance))
     assert desk.run().drift == []
