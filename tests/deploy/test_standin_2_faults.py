@@ -103,7 +103,7 @@ def test_a_killed_controller_leaves_work_that_the_next_run_finishes(fleet):
 
 def test_a_foreign_process_on_a_port_is_named_before_anything_is_touched(fleet):
     pids = fleet.pids(GPUS)
-    fleet.sh("systemd-run --unit=squatter python3 -m http.server --bind 127.0.0.1 31005")
+    fleet.sh("systemd-run --collect --unit=squatter python3 -m http.server --bind 127.0.0.1 31005")
     try:
         fleet.wait(lambda: fleet.sh("ss -Htln sport = :31005"), 10, "the squatter listens")
         run = fleet.play("deploy", extra={"sglang_server_base_port": 31000}, rc=2)
