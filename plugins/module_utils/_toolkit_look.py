@@ -238,9 +238,10 @@ def skew(layout: Layout, versions: Mapping[str, str], python: Python) -> list[Fi
             text = f"{layout.root}: nvcc is {versions['nvcc']}, {what} {versions[name]}: `{effect}`"
             found.append(Finding(f"skew_{name}", text, line))
     torch = minor(python.cuda)
-    if nvcc and torch and nvcc[0] != torch[0]:
-        text = f"{layout.root}: nvcc is {versions['nvcc']}, and torch runs on CUDA {torch[0]}.{torch[1]}"
-        found.append(Finding("skew_torch", text, f"Use a toolkit of CUDA {torch[0]}, best {torch[0]}.{torch[1]}"))
+    major = torch[0] if torch else 12 if python.split else None  # only CUDA 12's wheels have a folder per package
+    if nvcc and major and nvcc[0] != major:
+        text = f"{layout.root}: nvcc is {versions['nvcc']}, and torch runs on CUDA {python.cuda or major}"
+        found.append(Finding("skew_torch", text, f"Use a toolkit of CUDA {major}, best {python.cuda or '12.9'}"))
     elif nvcc and torch and nvcc != torch and not found:
         text = f"{layout.root}: nvcc is {versions['nvcc']}, and torch runs on CUDA {torch[0]}.{torch[1]}"
         found.append(Finding("skew_torch_minor", text, f"Best is the same version: {install_line(python)}", WARNING))

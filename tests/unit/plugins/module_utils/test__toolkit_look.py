@@ -250,7 +250,7 @@ def test_a_real_interpreter_is_asked():
     found = ask(SubprocessRunner(), sys.executable)
     assert isinstance(found, Python)
     assert found.version == f"{sys.version_info[0]}.{sys.version_info[1]}"
-    assert "ansible-core" in found.packages
+    assert found.packages
     assert "does not run" in str(ask(SubprocessRunner(), "/nonexistent/python"))
 
 
