@@ -121,6 +121,10 @@ def write_tree(path: str, entries: Sequence[Entry], record: Mapping[str, Any], s
             _parents(new, entry.path)
             if entry.kind == "link":
                 os.symlink(entry.target, name)
+            elif entry.kind == "text":
+                with open(name, "w", encoding="utf-8") as text:
+                    text.write(entry.target)
+                os.chmod(name, 0o755)
             elif entry.kind == "copy":
                 shutil.copyfile(entry.target, name)
                 os.chmod(name, 0o755)

@@ -219,5 +219,5 @@ def manifest_of(tree: str) -> str:
             elif os.path.isfile(path) and relative == comp.STUB:
                 lines.append(f"{relative} (generated from {os.readlink(f'{tree}/include/cuda.h')})")
             elif os.path.isfile(path) and relative != RECORD:
-                lines.append(f"{relative} (file)")
+                lines.append(f"{relative} (written here)")
     return "".join(f"{line}\n" for line in sorted(lines))

@@ -32,15 +32,25 @@ DRIVER = (
     "usr/lib/wsl/lib/libcuda.so.1",
     "usr/lib/libcuda.so.1",
 )
+PROFILE = """TOP = $(_HERE_)/..
+CICC_PATH = $(TOP)/nvvm/bin
+NVVMIR_LIBRARY_DIR = $(TOP)/nvvm/libdevice
+LD_LIBRARY_PATH += $(TOP)/lib:
+PATH += $(CICC_PATH):$(_HERE_):
+INCLUDES += "-I$(TOP)/include" "-I$(TOP)/include/cccl" $(_SPACE_)
+LIBRARIES =+ $(_SPACE_) "-L$(TOP)/lib/stubs" "-L$(TOP)/lib"
+CUDAFE_FLAGS +=
+PTXAS_FLAGS +=
+"""
 _VERSIONED = re.compile(r"(lib[\w.+-]+?\.so)\.(\d+)")
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One name in a composed tree: a link (target absolute, or relative within the tree), a copy, or the stub."""
+    """One name in a composed tree: a link (target absolute, or relative within the tree), a copy, the stub, a text."""
 
     path: str
-    kind: str  # link | copy | stub
+    kind: str  # link | copy | stub | text (target is the text)
     target: str
     identity: str = ""  # of the content behind it: another content is another fingerprint
 
@@ -48,6 +58,8 @@ class Entry:
         """Return it as people read it in a diff."""
         if self.kind == "stub":
             return f"{self.path} (generated from {self.target})"
+        if self.kind == "text":
+            return f"{self.path} (written here)"
         return f"{self.path} -> {self.target}" + (" (copy)" if self.kind == "copy" else "")
 
 
@@ -79,11 +91,9 @@ def compose(sources: Sequence[Source], cccl: Cccl | None, driver: str = "") -> l
             _farm(found, source, folder, "include")
         for folder in source.layout.libs:
             _farm(found, source, folder, "lib")
-    nvvm = next((item for s in sources for item in _nvvm(s)), None)
-    if nvvm:
-        found["nvvm"] = nvvm
-        if nvvm.target.endswith("nvidia-cuda-toolkit"):  # Debian keeps bin and libdevice there, and cicc beside nvcc
-            found["nvvm"] = Entry("nvvm", "link", nvvm.target, nvvm.identity)
+    found.update({entry.path: entry for entry in next((item for s in sources for item in [_nvvm(s)] if item), [])})
+    if sources[0].layout.shared:  # a distribution's profile names its own places
+        found["bin/nvcc.profile"] = Entry("bin/nvcc.profile", "text", PROFILE)
     for entry in _cccl_entries(cccl, sources):
         found[entry.path] = entry
     for path, entry in list(found.items()):
@@ -187,7 +197,10 @@ def _left_out(source: Source, target: str) -> bool:
 def _nvvm(source: Source) -> list[Entry]:
     for folder in source.layout.nvvms:
         if os.path.exists(f"{folder}/bin/cicc") and not _left_out(source, folder):
-            return [Entry("nvvm", "link", folder, identity(source, folder))]
+            if source.layout.kind != "debian":
+                return [Entry("nvvm", "link", folder, identity(source, folder))]
+            parts = {"nvvm/bin/cicc": f"{folder}/bin/cicc", "nvvm/libdevice": f"{folder}/libdevice"}  # beside nvcc
+            return [Entry(name, "link", path, identity(source, path)) for name, path in parts.items()]
     return []
 
 
@@ -201,7 +214,9 @@ def _cccl_entries(cccl: Cccl | None, sources: Sequence[Source]) -> list[Entry]:
         entries.append(Entry(f"include/cccl/{name}", "link", folder, mark))
     entries.append(Entry("include/nv", "link", "cccl/nv"))
     profile = read(next((p for s in sources for p in [s.layout.find("bins", "nvcc.profile")] if p), ""))
-    if "cccl" not in profile:  # a toolkit of CUDA 12: its nvcc looks for them in include
+    if (
+        "cccl" not in profile and not sources[0].layout.shared
+    ):  # a toolkit of CUDA 12: its nvcc looks for them in include
         entries += [Entry(f"include/{name}", "link", f"cccl/{name}") for name in cccl.folders if name != "nv"]
     return entries
 

@@ -28,9 +28,11 @@ LIBRARIES = re.compile(
     r"lib(cudart|cudadevrt|nvvm|nvrtc|nvJitLink|nvjitlink|nvptxcompiler|nvfatbin|cublas|curand|cufft|cusolver|cusparse"
     r"|cupti|culibos|nvToolsExt|cufile|cuda\.so).*"
 )
-HEADERS = re.compile(
-    r"(cu[A-Za-z_0-9]*|nv[A-Za-z_0-9]*|crt|cooperative_groups|thrust|cub|(sm_\d|math|device|host|vector|surface|texture"
-    r"|driver|channel|builtin|common|library|fatbinary|mma)\w*)(\.h|\.hpp|\.cuh)?"
+HEADERS = re.compile(  # never a system header such as math.h: C++ wraps it, and includes the next one
+    r"(cuda\w*|cu(blas|rand|fft|solver|sparse|Complex|pti|file)\w*|nv(rtc|vm|[Jj]it[Ll]ink|PTXCompiler|[Ff]atbin|tx3)\w*"
+    r"|crt|cooperative_groups|mma|sm_\d+_\w+|math_(constants|functions)|device_\w+|host_(config|defines)"
+    r"|vector_(types|functions)|(surface|texture)_(indirect_functions|types)|driver_(types|functions)|channel_descriptor"
+    r"|builtin_types|common_functions|library_types|fatbinary_section)(\.h|\.hpp)?"
 )
 
 

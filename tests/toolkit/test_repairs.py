@@ -11,6 +11,11 @@ import time
 
 import naive
 import pytest
+from ansible_collections.gpufleet.sglang.plugins.module_utils._runner import SubprocessRunner
+from ansible_collections.gpufleet.sglang.plugins.module_utils._toolkit_build import Settings
+from ansible_collections.gpufleet.sglang.plugins.module_utils._toolkit_layout import machine_folder, multiarch
+from ansible_collections.gpufleet.sglang.plugins.module_utils._toolkit_run import remove, run
+from ansible_collections.gpufleet.sglang.plugins.module_utils._toolkit_stub import make_stub
 
 NEW = "0.7.2.post1"
 INCOMPATIBLE = "CUDA compiler and CUDA toolkit headers are incompatible"
@@ -111,6 +116,75 @@ def test_in_place_adds_only_and_takes_all_back(toolkit_lab):
     assert not os.path.lexists(env.tree / "lib64")
     assert not env.cuda.exists()
     toolkit_lab.discard(env)
+
+
+PROFILE = """TOP = $(_HERE_)/..
+CICC_PATH = $(TOP)/nvvm/bin
+NVVMIR_LIBRARY_DIR = $(TOP)/nvvm/libdevice
+PATH += $(CICC_PATH):$(_HERE_):
+INCLUDES += "-I$(TOP)/$(_TARGET_DIR_)/include" $(_SPACE_)
+SYSTEM_INCLUDES += "-isystem" "$(TOP)/$(_TARGET_DIR_)/include/cccl" $(_SPACE_)
+LIBRARIES =+ $(_SPACE_) "-L$(TOP)/$(_TARGET_DIR_)/lib/stubs" "-L$(TOP)/$(_TARGET_DIR_)/lib"
+"""
+
+
+def lay_out(kind, source, top):
+    """Arrange real files as NVIDIA's installer, conda or Debian do; returns the CUDA_HOME to ask for."""
+    target = f"targets/{machine_folder()}"
+    places = {
+        "nvidia": {"bin": "bin", "nvvm": "nvvm", "include": f"{target}/include", "lib": f"{target}/lib"},
+        "conda": {"bin": "bin", "nvvm": "nvvm", "include": f"{target}/include", "lib": f"{target}/lib"},
+        "debian": {
+            "bin": "usr/lib/nvidia-cuda-toolkit/bin",
+            "nvvm/bin": "usr/lib/nvidia-cuda-toolkit/bin",
+            "nvvm/libdevice": "usr/lib/nvidia-cuda-toolkit/libdevice",
+            "include": "usr/include",
+            "lib": f"usr/lib/{multiarch()}",
+        },
+    }[kind]
+    for name, place in places.items():
+        shutil.copytree(source / name, top / place, copy_function=os.link, dirs_exist_ok=True)
+    profile = top / places["bin"] / "nvcc.profile"
+    profile.unlink()
+    profile.write_text(PROFILE)
+    (top / places["lib"] / "libcudart.so").symlink_to("libcudart.so.13")
+    if kind == "debian":
+        shutil.copy("/usr/include/math.h", top / "usr/include/math.h")
+        return top / "usr"
+    if kind == "conda":
+        (top / "conda-meta").mkdir()
+        (top / "bin/python3").symlink_to("/bin/false")
+        return top
+    (top / "include").symlink_to(f"{target}/include")
+    (top / "lib64").symlink_to(f"{target}/lib")
+    (top / target / "lib64").symlink_to("lib")
+    (top / target / "lib/stubs").mkdir()
+    make_stub(SubprocessRunner(), str(top / "include"), str(top / "lib64/stubs/libcuda.so"), "gcc")
+    return top
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(("kind", "how"), [("nvidia", "as it is"), ("conda", "compose"), ("debian", "compose")])
+def test_other_layouts_are_proven_as_they_are_or_composed(shared, tmp_path, kind, how):
+    home = lay_out(kind, shared.tree, shared.folder / kind)
+    settings = Settings(
+        python=shared.python,
+        folder=str(tmp_path / "cuda"),
+        config_dir=str(tmp_path / "etc"),
+        cuda_home=str(home),
+        archs=("12.0f",),
+        probes=("link", "headers"),
+        base=str(shared.folder / kind),
+    )
+    out = run(settings, SubprocessRunner(), {"PATH": "/usr/bin"})
+    assert out.proven, out.problems
+    assert (out.details["layout"], out.details["how"]) == (kind, how)
+    assert (out.cuda_home == str(home)) == (how == "as it is")
+    page, tvm = shared.flashinfer(out.cuda_home), shared.tvm_ffi(out.cuda_home)
+    assert page.ok, page.output
+    assert tvm.ok, tvm.output
+    assert not run(settings, SubprocessRunner(), {"PATH": "/usr/bin"}).changed
+    remove(settings.folder, settings.config_dir)
 
 
 @pytest.fixture(scope="module")
