@@ -230,7 +230,7 @@ def _install(build: Build, before: Mapping[str, Any], out: Outcome) -> bool:
                 wheels.install(build.runner, item, build.python.path, build.settings.origin)
                 out.changed = True
             except wheels.WheelError as exc:
-                if item is build.cccl_wheel and build.use_engine_cccl(str(exc).split("\n")[0]):
+                if item is build.cccl_wheel and build.use_engine_cccl(str(exc).split("\n", maxsplit=1)[0]):
                     continue
                 out.findings.append(Finding("wheels_unreachable", str(exc)))
                 return False

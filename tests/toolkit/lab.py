@@ -28,7 +28,11 @@ def interpreter() -> str:
     named = [os.environ.get("TOOLKIT_PYTHON", ""), stamp.read_text().split("\n")[0] if stamp.exists() else ""]
     for name in [*named, f"python{PYTHON}", sys.executable, "/usr/bin/python3"]:
         ask = "import sys, sysconfig, os; print('%d.%d' % sys.version_info[:2], sysconfig.get_path('include'))"
-        done = subprocess.run([name, "-c", ask], capture_output=True, text=True) if shutil.which(name) else None
+        done = (
+            subprocess.run([name, "-c", ask], capture_output=True, check=False, text=True)
+            if shutil.which(name)
+            else None
+        )
         said = done.stdout.split() if done and done.returncode == 0 else ["", ""]
         if said[0] == PYTHON and Path(said[1], "Python.h").exists():
             return name
@@ -117,6 +121,7 @@ class Environment:
             [sys.executable, str(BUILDS / "module.py")],
             input=json.dumps(given),
             capture_output=True,
+            check=False,
             text=True,
             cwd=TOP,
             env={**os.environ, "PYTHONPATH": ".collections"},
@@ -158,6 +163,7 @@ class Environment:
         done = subprocess.run(
             [*argv, "-e", json.dumps(values), "-e", f"ansible_python_interpreter={sys.executable}", *more],
             capture_output=True,
+            check=False,
             text=True,
             cwd=TOP,
             env={**os.environ, "ANSIBLE_NOCOLOR": "1", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"},
@@ -183,7 +189,12 @@ class Environment:
         self.cache.mkdir(exist_ok=True)
         started = time.monotonic()
         done = subprocess.run(
-            [self.python, str(BUILDS / script), *arguments], capture_output=True, text=True, env=env, cwd="/"
+            [self.python, str(BUILDS / script), *arguments],
+            capture_output=True,
+            check=False,
+            text=True,
+            env=env,
+            cwd="/",
         )
         output = done.stdout + done.stderr
         return Built(done.returncode == 0 and "PASS" in done.stdout, output, time.monotonic() - started)
@@ -207,7 +218,9 @@ class Lab:
     def pip(self, *arguments: str, python: Path | None = None) -> None:
         target = ["--python", str(python)] if python else []
         argv = [f"{self.base}/bin/python", "-m", "pip", *target, "install", "-q", "--no-input"]
-        done = subprocess.run([*argv, "--disable-pip-version-check", *arguments], capture_output=True, text=True)
+        done = subprocess.run(
+            [*argv, "--disable-pip-version-check", *arguments], capture_output=True, check=False, text=True
+        )
         if done.returncode:
             raise RuntimeError(f"{arguments}: {done.stderr[-3000:]}")
 

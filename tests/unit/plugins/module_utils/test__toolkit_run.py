@@ -401,9 +401,11 @@ def test_a_failure_while_writing_leaves_the_old_tree(desk, monkeypatch):
     home = desk.run().cuda_home
     before = snapshot(home)
     write(desk.site.root / "bin/cudafe++", "of another build")
-    monkeypatch.setattr(
-        os, "symlink", lambda target, name: (_ for _ in ()).throw(OSError(28, "No space left on device"))
-    )
+
+    def full(target, name):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "symlink", full)
     out = desk.run()
     assert "not_written" in codes(out, repaired=False)
     assert out.cuda_home == home
