@@ -188,18 +188,6 @@ def stale_ninja(cache_dirs: Sequence[str], home: str, flashinfer: str) -> list[s
     return found
 
 
-def foreign_ninja(cache_dirs: Sequence[str], home: str) -> list[str]:
-    """Return the other CUDA_HOMEs that caches were built with."""
-    found = set()
-    for base in cache_dirs:
-        for place in CACHES:
-            for path in Path(place.format(base)).glob("*/*/cached_ops/*/build.ninja"):
-                match = re.search(r"^cuda_home = (.*)$", read(path), re.MULTILINE)
-                if match and match.group(1).strip() != home:
-                    found.add(match.group(1).strip())
-    return sorted(found)
-
-
 def ninja_finding(paths: Sequence[str]) -> list[Finding]:
     """Say what pinned files were found."""
     if not paths:
