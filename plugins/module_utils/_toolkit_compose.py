@@ -30,6 +30,7 @@ DRIVER = (
     "usr/lib/{multiarch}/libcuda.so.1",
     "usr/lib64/libcuda.so.1",
     "usr/lib/wsl/lib/libcuda.so.1",
+    "usr/local/nvidia/lib64/libcuda.so.1",
     "usr/lib/libcuda.so.1",
 )
 PROFILE = """TOP = $(_HERE_)/..
