@@ -2,9 +2,9 @@
 SHELL := /bin/bash
 FORMAT ?= table
 INVENTORY ?= inventories/demo
-.PHONY: help demo demo-down status bench test test-all lint unit
+.PHONY: help demo demo-down status bench test test-all test-toolkit lint unit
 help: ## what there is
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
 demo: ## the real engine on this machine's CPUs: eight servers under systemd, deployed and asked
 	@scripts/demo up
 demo-down: ## remove the demo's host
@@ -21,3 +21,5 @@ lint: ## static checks only
 	@scripts/test lint
 unit: ## unit tests only
 	@scripts/test unit
+test-toolkit: ## CUDA 13.0 to 13.5 with real compilers: fails before, passes after (20 minutes, a table)
+	@scripts/test toolkit

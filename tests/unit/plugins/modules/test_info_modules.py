@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import socket
-import sys
 
 import pytest
 from ansible.module_utils.testing import patch_module_args
-from ansible_collections.gpufleet.sglang.plugins.modules import cuda_toolkit_info, sglang_host_info
+from ansible_collections.gpufleet.sglang.plugins.modules import sglang_host_info
 
 
 def call(module, capsys, **args):
@@ -28,12 +27,3 @@ def test_host_info_never_fails_on_a_problem(capsys, tmp_path):
     assert f"port {port} of GPU 0" in result["msg"]
     assert result["facts"]["cpu_count"] > 0
     assert result["facts"]["gpus_checked"] is False
-
-
-def test_toolkit_info(capsys):
-    result = call(cuda_toolkit_info, capsys, python=sys.executable)
-    assert result["changed"] is False
-    assert result["record"]["schema"] == 1
-    assert result["cuda_home"] == result["record"]["cuda_home"]
-    missing = call(cuda_toolkit_info, capsys, python="/nonexistent/bin/python")
-    assert [item["code"] for item in missing["findings"]] == ["venv_missing"]

@@ -1,0 +1,397 @@
+# Copyright: The gpufleet.sglang contributors
+# GNU General Public License v3.0+ (see LICENSE or https://www.gnu.org/licenses/gpl-3.0.txt)
+# PRIVATE to the collection gpufleet.sglang: may change at any time.
+"""Detect, repair, verify: from what a host has to a CUDA_HOME that was proven, or to all reasons why there is none."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ansible_collections.gpufleet.sglang.plugins.module_utils import _toolkit_apply as apply
+from ansible_collections.gpufleet.sglang.plugins.module_utils import _toolkit_compose as comp
+from ansible_collections.gpufleet.sglang.plugins.module_utils import _toolkit_host as host
+from ansible_collections.gpufleet.sglang.plugins.module_utils import _toolkit_inplace as inplace
+from ansible_collections.gpufleet.sglang.plugins.module_utils import _toolkit_probe as probes
+from ansible_collections.gpufleet.sglang.plugins.module_utils import _toolkit_state as state
+from ansible_collections.gpufleet.sglang.plugins.module_utils import _toolkit_wheels as wheels
+from ansible_collections.gpufleet.sglang.plugins.module_utils._files import (
+    FileError,
+    FileSpec,
+    file_changes,
+    write_files,
+)
+from ansible_collections.gpufleet.sglang.plugins.module_utils._finding import Finding, errors
+from ansible_collections.gpufleet.sglang.plugins.module_utils._runner import Runner
+from ansible_collections.gpufleet.sglang.plugins.module_utils._toolkit_build import (
+    ALL,
+    COMPOSE,
+    IN_PLACE,
+    NONE,
+    Build,
+    Settings,
+    manifest_of,
+)
+from ansible_collections.gpufleet.sglang.plugins.module_utils._toolkit_choose import Choice, choose
+from ansible_collections.gpufleet.sglang.plugins.module_utils._toolkit_layout import candidates
+from ansible_collections.gpufleet.sglang.plugins.module_utils._toolkit_look import (
+    CCCL_FAULTS,
+    COMPOSABLE,
+    Toolkit,
+    examine,
+)
+from ansible_collections.gpufleet.sglang.plugins.module_utils._toolkit_python import Python, ask, owned_files
+from ansible_collections.gpufleet.sglang.plugins.module_utils._toolkit_stub import StubError
+
+RELEASE = "gpufleet-release.json"  # in a venv that sglang_release made and verifies
+
+
+@dataclass
+class Outcome:
+    """What a run found, made and proved."""
+
+    cuda_home: str | None = None
+    proven: bool = False
+    changed: bool = False
+    findings: list[Finding] = field(default_factory=list)
+    repaired: set[str] = field(default_factory=set)  # codes
+    repairs: list[str] = field(default_factory=list)
+    versions: dict[str, str] = field(default_factory=dict)
+    toolkits: list[Toolkit] = field(default_factory=list)
+    proofs: list[probes.Proof] = field(default_factory=list)
+    known: dict[str, str] = field(default_factory=dict)
+    details: dict[str, Any] = field(default_factory=dict)
+    drift: list[state.Drift] = field(default_factory=list)
+    pruned: list[str] = field(default_factory=list)
+    diff: list[dict[str, str]] = field(default_factory=list)
+    record: str = ""
+    flashinfer: str = ""
+
+    @property
+    def problems(self) -> list[Finding]:
+        """What still stands in the way."""
+        return [item for item in errors(self.findings) if item.code not in self.repaired]
+
+    def listed(self) -> list[dict[str, Any]]:
+        """Return the findings as data, each with whether it was repaired."""
+        unique = dict.fromkeys(self.findings)
+        return [{**item.to_dict(), "repaired": item.code in self.repaired} for item in unique]
+
+
+def run(settings: Settings, runner: Runner, environ: Mapping[str, str], *, check: bool = False) -> Outcome:
+    """Do it all; never raises for what a host lacks."""
+    out = Outcome()
+    python = ask(runner, settings.python)
+    if isinstance(python, str):
+        out.findings.append(Finding("venv_missing", python, "Install the engine first (--tags engine)"))
+        return _finish(settings, out, state.load(settings.config_dir), check)
+    with ExitStack() as stack:
+        problem = apply.check_folder(settings.folder, os.geteuid())
+        if problem:
+            out.findings.append(Finding("folder_unsafe", problem, "Give another folder, or correct this one"))
+        elif not check and settings.repair != NONE:
+            try:
+                stack.enter_context(apply.locked(settings.folder))
+            except apply.ApplyError as exc:
+                out.findings.append(Finding("folder_unwritable", str(exc)))
+        before = state.load(settings.config_dir)  # under the lock: what another run has just proven counts
+        _work(settings, runner, environ, python, before, out, check)
+        return _finish(settings, out, before, check)
+
+
+def _work(
+    settings: Settings, runner: Runner, environ: Mapping[str, str], python: Python, before: Mapping[str, Any],
+    out: Outcome, check: bool,
+) -> None:  # fmt: skip
+    in_place = settings.repair == IN_PLACE
+    out.flashinfer = python.packages.get("flashinfer-python", "")
+    if settings.repair == COMPOSE:
+        _leave_in_place(settings, python, out, check)
+    layouts, found = candidates(python, settings.cuda_home, environ, settings.base)
+    out.findings += found
+    layouts = [replace(item, hidden=inplace.hidden(settings.folder, item.root)) for item in layouts]
+    out.toolkits = [examine(runner, item, python, owned_files(python.infos, item.root)) for item in layouts]
+    first = next((item.versions.get("nvcc", "") for item in out.toolkits), "")
+    archs, found = host.archs_of(runner, settings.archs, first)
+    out.findings += found
+    choice = choose(out.toolkits, python, archs, install=settings.skew == "install", in_place=in_place)
+    if settings.cuda_home and not layouts:
+        choice = Choice()
+    out.findings += [*choice.findings, *_host_findings(settings, runner, python, choice)]
+    if in_place and os.path.exists(f"{python.prefix}/{RELEASE}"):
+        text = f"{python.prefix} is a release, whose files are verified: nothing is added to it"
+        out.findings.append(Finding("in_place_release", text, "Use repair compose, or a venv of your own"))
+        return
+    if choice.toolkit is None or any(item.code.startswith("folder_") for item in out.findings):
+        return
+    build = Build(settings, runner, python, choice.toolkit)
+    if choice.private:
+        build.private = wheels.private_set(settings.folder, ALL, python.wanted)
+    build.find_versions()
+    if not choice.private and _as_it_is(settings, build, archs, before, out):
+        return
+    if settings.repair != NONE:
+        _repair(build, archs, before, out, check)
+
+
+def _host_findings(settings: Settings, runner: Runner, python: Python, choice: Choice) -> list[Finding]:
+    needs = replace(settings.needs, folder=settings.folder)
+    found = host.tool_findings(runner, python, choice.toolkit, needs)
+    found += host.place_findings(needs, tempfile.gettempdir())
+    return found + host.reach_findings([settings.folder, python.prefix], needs.user)
+
+
+def _leave_in_place(settings: Settings, python: Python, out: Outcome, check: bool) -> None:
+    """Composing again after the in-place mode takes the additions back."""
+    record = inplace.record_path(settings.folder, python.tree)
+    if python.tree and os.path.exists(record):
+        out.changed = True
+        gone = [item.path for item in inplace.load(record)] if check else inplace.undo(record)
+        text = "".join(f"{path}\n" for path in gone)
+        out.diff.append({"before_header": python.tree, "after_header": python.tree, "before": text, "after": ""})
+
+
+def _as_it_is(settings: Settings, build: Build, archs: Sequence[str], before: Mapping[str, Any], out: Outcome) -> bool:
+    """Prove a system toolkit where it lies: one that compiles, links and loads is left alone."""
+    toolkit = build.toolkit
+    whole = not toolkit.codes() & (COMPOSABLE | CCCL_FAULTS)
+    if settings.repair == IN_PLACE or (settings.repair == COMPOSE and (toolkit.layout.kind == "pip" or not whole)):
+        return False
+    if settings.cccl not in ("auto", "toolkit"):
+        return False
+    build.cccl = comp.own_cccl(build.sources()[:1])
+    build.plan_entries()
+    trial = Outcome(findings=list(out.findings))
+    _prove(build, toolkit.root, archs, before, trial)
+    if not trial.proven and settings.repair != NONE:
+        return False  # composing may help
+    out.findings, out.proofs, out.known, out.proven = trial.findings, trial.proofs, trial.known, trial.proven
+    out.versions, out.cuda_home = build.versions, toolkit.root if trial.proven else None
+    out.details = _details(build, archs, "as it is")
+    return True
+
+
+def _repair(build: Build, archs: Sequence[str], before: Mapping[str, Any], out: Outcome, check: bool) -> None:
+    settings = build.settings
+    build.plan_cccl(before)
+    waiting = build.missing_sets()
+    if waiting and check:
+        out.changed = True
+        text = "".join(f"{item.folder} ({item.requirement}, to be installed)\n" for item in waiting)
+        header = {"before_header": settings.folder, "after_header": settings.folder}
+        out.diff.append({**header, "before": "", "after": text})
+        out.repaired = {item.code for item in build.toolkit.findings}
+        out.details, out.versions = _details(build, archs, settings.repair), build.versions
+        out.cuda_home = str(before.get("cuda_home") or "") or None
+        out.proven = True  # as far as it can be told without installing
+        return
+    if not _install(build, before, out):
+        return
+    build.find_versions()
+    if build.cccl is None:
+        text = "no CCCL of nvcc's version was found (nv/target, cuda/std, cub, thrust)"
+        out.findings.append(Finding("cccl_missing", text, "Let cccl be auto, or make its wheel reachable"))
+        return
+    build.plan_entries()
+    path, differs = build.path, build.differs()
+    out.diff += _diff(build, before, path)
+    if differs:
+        out.changed = True
+        if not check:
+            try:
+                build.write()
+            except (apply.ApplyError, StubError, OSError) as exc:
+                out.findings.append(Finding("not_written", f"{path} could not be made: {exc}", "Correct the cause"))
+                return
+    out.repaired = {item.code for item in build.toolkit.findings} - (
+        {"cccl_mixed"} if settings.repair == IN_PLACE else set()
+    )
+    out.repairs, out.versions = build.repairs(), build.versions
+    out.findings += build.notes
+    out.details = _details(build, archs, settings.repair)
+    if check and differs:
+        out.cuda_home, out.proven = path, True  # what the run will prove
+        return
+    _prove(build, path, archs, before, out)
+    out.cuda_home = path if out.proven else None
+    if not check and out.proven:
+        state.set_users(settings.folder, sorted({*state.users(settings.folder), settings.config_dir}))
+
+
+def _install(build: Build, before: Mapping[str, Any], out: Outcome) -> bool:
+    """Install the private sets that are missing; False when one cannot be had and nothing stands in for it."""
+    for _round in range(2):  # the first brings the compiler, by whose version a CCCL may be needed then
+        for item in build.missing_sets():
+            try:
+                wheels.install(build.runner, item, build.python.path, build.settings.origin)
+                out.changed = True
+            except wheels.WheelError as exc:
+                if item is build.cccl_wheel and build.use_engine_cccl(str(exc).split("\n", maxsplit=1)[0]):
+                    continue
+                out.findings.append(Finding("wheels_unreachable", str(exc)))
+                return False
+        build.find_versions()
+        build.plan_cccl({"cccl": {"origin": build.cccl.origin}} if build.notes and build.cccl else before)
+    return True
+
+
+def _prove(build: Build, home: str, archs: Sequence[str], before: Mapping[str, Any], out: Outcome) -> None:
+    """Run the probes whose proof is not known yet; a host that lacks a compiler is not asked."""
+    settings, python = build.settings, build.python
+    blocked = {item.code for item in errors(out.findings)} & {
+        "gcc_missing",
+        "cxx_missing",
+        "arch_unknown",
+        "arch_list_bad",
+    }
+    if blocked:
+        return
+    environment = host.unit_environment(python, home, settings.needs.environment)
+    own = next((f"{t}/lib/{n}" for t in python.trees for n in _numbered(f"{t}/lib")), "")
+    bench = probes.Bench(home, python.path, environment, own)
+    earlier = probes.known_proofs(before)
+    proven = True
+    for probe in probes.SOURCES:
+        for arch in archs:
+            name, key = probes.name_of(probe, arch), probes.proof_key(bench, probe, arch, build.identity)
+            if earlier.get(name) == key and not (settings.prove_again and probe in settings.probes):
+                out.known[name] = key
+            elif probe in settings.probes:
+                proof = probes.prove(build.runner, bench, probe, arch)
+                out.proofs.append(proof)
+                proven = proven and proof.ok
+                if proof.ok:
+                    out.known[name] = key
+                else:
+                    out.findings += [replace(item, code=f"probe_{item.code}") for item in proof.findings()]
+    out.proven = proven and bool(archs)
+
+
+def _numbered(folder: str) -> list[str]:
+    try:
+        return [name for name in sorted(os.listdir(folder)) if name.startswith("libcudart.so.")]
+    except OSError:
+        return []
+
+
+def _details(build: Build, archs: Sequence[str], how: str) -> dict[str, Any]:
+    cccl = {"origin": build.cccl.origin, "version": build.cccl.version} if build.cccl else {}
+    return {
+        "how": how,
+        "source": build.toolkit.root,
+        "layout": build.toolkit.layout.kind,
+        "private": build.private.folder if build.private else None,
+        "cccl": cccl,
+        "arch_list": list(archs),
+        "python": build.python.path,
+    }
+
+
+def _diff(build: Build, before: Mapping[str, Any], path: str) -> list[dict[str, str]]:
+    if build.settings.repair == IN_PLACE:
+        recorded = inplace.load(inplace.record_path(build.settings.folder, build.toolkit.root))
+        old = "".join(
+            f"{item.path}{f' -> {item.mark}' if item.kind == 'link' else ''}\n" for item in recorded if item.ours()
+        )
+        new = "".join(f"{build.toolkit.root}/{entry.line()}\n" for entry in build.additions())
+        return [{"before_header": path, "after_header": path, "before": old, "after": new}] if build.differs() else []
+    earlier = str(before.get("cuda_home") or "")
+    old, new = manifest_of(earlier) if earlier else "", comp.manifest(build.entries)
+    if apply.intact(path, build.entries) and earlier == path:
+        return []
+    return [{"before_header": earlier or "no CUDA_HOME", "after_header": path, "before": old, "after": new}]
+
+
+def _finish(settings: Settings, out: Outcome, before: Mapping[str, Any], check: bool) -> Outcome:
+    """Write toolkit.json, see which units drift, prune trees that nobody needs."""
+    kept = str(before.get("cuda_home") or "")
+    if not out.proven and kept and os.path.exists(f"{kept}/bin/nvcc") and os.path.exists(f"{kept}/lib64/libcudart.so"):
+        out.cuda_home = kept  # running units depend on it: a run that failed takes nothing away
+    known = out.known if out.proven or out.cuda_home != kept else {**probes.known_proofs(before), **out.known}
+    cleared = host.stale_ninja(settings.needs.cache_dirs, out.cuda_home or "", out.flashinfer) if out.proven else []
+    if cleared:
+        out.findings += host.ninja_finding(cleared)
+        out.repaired.add("ninja_pinned")
+        out.changed = True
+    if not out.details:
+        out.details = {"how": settings.repair, "arch_list": list(settings.archs), "python": settings.python}
+    lasting = [item for item in out.listed() if item["code"] != "ninja_pinned"]
+    out.record = state.record(
+        cuda_home=out.cuda_home,
+        versions=out.versions,
+        findings=lasting,
+        repairs=out.repairs,
+        details={**out.details, "proven": out.proven, "proofs": known},
+    )
+    spec = FileSpec(f"{settings.config_dir}/{state.NAME}", out.record)
+    try:
+        changes = file_changes([spec])
+        if changes:
+            out.changed = True
+            out.diff += [change.diff for change in changes]
+        if changes and not check:
+            _make(settings.config_dir)
+            write_files([spec])
+        if not check:
+            for path in cleared:
+                os.unlink(path)
+    except (FileError, OSError) as exc:
+        out.findings.append(
+            Finding("record_unwritable", f"{settings.config_dir}: {exc}", "Run as root, or give another config_dir")
+        )
+    if out.cuda_home:
+        out.drift = state.drift(settings.config_dir, out.cuda_home)
+    if out.proven and not check:
+        out.pruned = prune(
+            settings.folder, settings.config_dir, [out.cuda_home or "", str(out.details.get("private") or "")]
+        )
+    return out
+
+
+def _make(folder: str) -> None:
+    if not os.path.isdir(folder):
+        os.makedirs(folder, exist_ok=True)
+        os.chmod(folder, 0o755)
+
+
+def prune(folder: str, config_dir: str, keep: Sequence[str]) -> list[str]:
+    """Remove trees and private sets that no configuration, unit, process or tree names any more."""
+    gone = []
+    config_dirs = {config_dir, *state.users(folder)}
+    for group in (apply.trees(folder), apply.private_sets(folder)):
+        names = [path for path in group if path not in keep]
+        needed = state.references(names, config_dirs)
+        linked = apply.linked_from(folder, names)
+        for path in names:
+            if not needed[path] and path not in linked:
+                apply.discard(path)
+                gone.append(path)
+    return gone
+
+
+def remove(folder: str, config_dir: str, *, check: bool = False) -> Outcome:
+    """Take back everything: trees, private sets, additions to wheels; what another configuration uses stays."""
+    out = Outcome()
+    others = [item for item in state.users(folder) if item != config_dir and os.path.exists(f"{item}/{state.NAME}")]
+    additions = inplace.records(folder)
+    if not os.path.isfile(f"{folder}/{apply.MARK}"):
+        return out
+    out.changed = True
+    names = [*apply.trees(folder), *apply.private_sets(folder), *additions]
+    text = "".join(f"{path}\n" for path in names)
+    out.diff.append({"before_header": folder, "after_header": folder, "before": text, "after": ""})
+    if check:
+        return out
+    with apply.locked(folder):
+        for path in additions:
+            inplace.undo(path)
+        if others:
+            state.set_users(folder, others)
+            out.pruned = prune(folder, others[0], [])
+            return out
+        out.pruned = apply.remove_all(folder)
+    return out

@@ -1,0 +1,133 @@
+# Copyright: The gpufleet.sglang contributors
+# GNU General Public License v3.0+ (see LICENSE or https://www.gnu.org/licenses/gpl-3.0.txt)
+# PRIVATE to the collection gpufleet.sglang: may change at any time.
+"""Parts of a toolkit in a prefix of our own, where the environment's do not fit; the environment stays as it is."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ansible_collections.gpufleet.sglang.plugins.module_utils._install_errors import explain
+from ansible_collections.gpufleet.sglang.plugins.module_utils._release import Spec
+from ansible_collections.gpufleet.sglang.plugins.module_utils._release_install import (
+    Installer,
+    find_uv,
+    install_environment,
+    pip_configuration,
+)
+from ansible_collections.gpufleet.sglang.plugins.module_utils._runner import Runner
+from ansible_collections.gpufleet.sglang.plugins.module_utils._toolkit_apply import remove_tree, sync
+
+RECORD = "gpufleet-wheels.json"
+TIMEOUT = 3600.0
+
+
+class WheelError(Exception):
+    """The wheels could not be installed; the message has the installer's own words and the remedy."""
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where wheels come from."""
+
+    wheel_dir: str = ""
+    index_url: str = ""
+    extra_index_urls: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Private:
+    """A private set of wheels: what was asked for, its folder, and its toolkit's tree."""
+
+    requirement: str
+    folder: str
+
+    @property
+    def tree(self) -> str:
+        """The toolkit in it."""
+        return next((str(path) for path in sorted(Path(self.folder, "nvidia").glob("cu1[3-9]"))), "")
+
+    @property
+    def complete(self) -> bool:
+        """True when it was installed to its end."""
+        return os.path.isfile(f"{self.folder}/{RECORD}") and bool(self.tree)
+
+
+def private_set(folder: str, parts: Sequence[str], specifier: str) -> Private:
+    """Name the set of parts in one version; the same question has the same folder, so nothing is installed twice."""
+    requirement = f"cuda-toolkit[{','.join(parts)}]{specifier}"
+    version = re.sub(r"[^0-9.]", "", specifier).strip(".") or "any"
+    digest = hashlib.sha256(requirement.encode()).hexdigest()[:8]
+    return Private(requirement, f"{folder}/wheels/{version}-{digest}")
+
+
+def install(runner: Runner, private: Private, python: str, origin: Origin) -> None:
+    """Install a set beside its place, then rename it; raises WheelError. The caller holds the folder's lock."""
+    new = f"{private.folder}.new"
+    wheels = os.path.dirname(private.folder)
+    os.makedirs(wheels, exist_ok=True)
+    os.chmod(wheels, 0o755)
+    remove_tree(new)
+    os.mkdir(new)
+    os.chmod(new, 0o755)
+    try:
+        argv, env = command(runner, private.requirement, new, python, origin)
+        # umask: the servers' user has to read it
+        done = runner.run(["/bin/sh", "-c", 'umask 022; exec "$@"', "sh", *argv], timeout=TIMEOUT, env=env, cwd="/")
+        if done.rc != 0:
+            what = f"installing {private.requirement} into {private.folder}"
+            raise WheelError(
+                explain(what, done.rc, f"{done.stdout}\n{done.stderr}", "none is kept").replace(
+                    "\n  log: none is kept", ""
+                )
+            )
+        done_tree = Private(private.requirement, new).tree
+        if not done_tree:
+            raise WheelError(f"{private.requirement} brought no nvidia/cu13 folder. Remedy: choose another version")
+        remove_tree(f"{new}/.tmp")
+        packages = sorted(path.name[: -len(".dist-info")] for path in Path(new).glob("*.dist-info"))
+        with open(f"{new}/{RECORD}", "w", encoding="utf-8") as file:
+            json.dump({"requirement": private.requirement, "packages": packages}, file, indent=2)
+            file.write("\n")
+        os.chmod(f"{new}/{RECORD}", 0o644)
+        sync(new)
+        remove_tree(private.folder)  # an incomplete one
+        os.rename(new, private.folder)
+    except OSError as exc:
+        raise WheelError(f"{exc.filename or new}: {exc.strerror}. Remedy: free space, or give another folder") from exc
+    finally:
+        remove_tree(new)
+
+
+def command(
+    runner: Runner, requirement: str, target: str, python: str, origin: Origin
+) -> tuple[list[str], dict[str, str]]:
+    """Return the command that installs into a folder, and its environment: the venv's pip, uv, or a host's pip."""
+    scratch = f"{target}/.tmp"
+    os.makedirs(scratch, exist_ok=True)
+    spec = Spec(wheel_dir=origin.wheel_dir, index_url=origin.index_url, extra_index_urls=origin.extra_index_urls)
+    offline = ["--no-index", "--find-links", origin.wheel_dir] if origin.wheel_dir else []
+    uv = ""
+    pip = next((path for path in _pythons(python) if runner.run([path, "-I", "-m", "pip", "--version"]).rc == 0), "")
+    if not pip or (pip != python and not pip_configuration(os.environ)):
+        uv = find_uv(runner)
+    if uv:
+        argv = [uv, "pip", "install", "--no-progress", "--python", python, "--target", target, "--only-binary", ":all:"]
+        argv += ["--index-strategy", "unsafe-best-match", *(["--offline"] if offline else []), *offline]
+        return [*argv, requirement], install_environment(spec, Installer("uv", uv), scratch)
+    if not pip:
+        raise WheelError(f"neither pip nor uv runs on this host. Remedy: {python} -m ensurepip, or install uv")
+    argv = [pip, "-I", "-m", "pip", "install", "--no-input", "--disable-pip-version-check", "--progress-bar", "off"]
+    argv += ["--no-compile", "--only-binary", ":all:", "--target", target, *offline]
+    return [*argv, requirement], install_environment(spec, Installer("pip"), scratch)
+
+
+def _pythons(python: str) -> list[str]:
+    return list(dict.fromkeys((python, sys.executable, "/usr/bin/python3", "/usr/local/bin/python3")))
