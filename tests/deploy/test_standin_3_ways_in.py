@@ -9,7 +9,7 @@ import pytest
 from fleet import ROOT
 
 GPUS = range(8)
-OLD = ROOT / ".venv-311" / "bin" / "ansible-playbook"
+OLD = ROOT / ".cache" / "venv-2.19" / "bin" / "ansible-playbook"
 NO_CONFIG = {"ANSIBLE_HOST_KEY_CHECKING": "false", "ANSIBLE_CONFIG": "/dev/null"}
 
 
@@ -56,7 +56,7 @@ def test_as_an_installed_collection_from_another_folder(fleet, installed, tmp_pa
 
 def test_with_ansible_core_2_19_on_python_3_11(fleet):
     if not OLD.exists():
-        pytest.skip("no .venv-311: scripts/bootstrap --python 3.11 --venv .venv-311 controller test")
+        pytest.skip("scripts/test makes it: scripts/bootstrap --python 3.11 --venv .cache/venv-2.19 controller test")
     pids = fleet.pids(GPUS)
     run = fleet.play("deploy", program=str(OLD), env={"ANSIBLE_HOST_KEY_CHECKING": "false"})
     assert run.changed == 0, run.output
