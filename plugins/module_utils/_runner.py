@@ -61,7 +61,7 @@ class SubprocessRunner:
         """Run argv; env, when given, is added to a C.UTF-8 copy of this process's environment."""
         full = {**os.environ, "LC_ALL": "C.UTF-8", "LANG": "C.UTF-8", **(env or {})}
         try:
-            process = subprocess.Popen(
+            process = subprocess.Popen(  # pylint: disable=ansible-bad-function
                 list(argv), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=full, cwd=cwd
             )
         except (FileNotFoundError, NotADirectoryError):
