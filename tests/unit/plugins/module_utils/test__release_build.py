@@ -74,12 +74,10 @@ def test_make_check_again_and_verify_as_an_existing_venv(spec, tools):
     options = EngineOptions.load(spec.options_path)
     assert (options.version, options.venv, len(options.options)) == ("0.5.23+t", spec.folder, 7)
 
-    before = time.monotonic()
     for check in (True, False):
         again = ensure(spec, tools, check=check)
         assert not again.changed
         assert again.diff == []
-    assert time.monotonic() - before < 2
 
     existing = replace(spec, name="", venv=spec.folder, options_dir=spec.options_dir + "2", wheel_dir="")
     seen = ensure(existing, tools, check=False)
