@@ -42,12 +42,23 @@ def inputs(report: Mapping[str, Any]) -> tuple[list[str], Facts]:
     excerpt, stage = str(report.get("log_excerpt") or ""), str(report.get("stage") or "")
     about = f"{report.get('component') or ''}; {report.get('versions') or ''}"
     told = described(excerpt)
-    lines = [re.sub(r"^\s*\((.*)\)\s*$", r"\1", line) for line in excerpt.split("\n")]
+    silent = re.compile(r"\s*\((?:no (?:further )?(?:line|output)|nothing|\.\.\.)[^()]*\)\s*")
+    lines = [
+        re.sub(r"^\s*\((.*)\)\s*$", r"\1", line) for line in excerpt.split("\n")
+        if not silent.fullmatch(line)
+    ]
     known: dict[str, Any] = {
         "phase": next((phase for pattern, phase in STAGES if re.search(pattern, stage, re.I)), ""),
         "compute_cap": capability(about),
     }
     said = f"{told}; {stage}"
+    names = re.findall(r"(?:RTX|A\d+|H\d+|B\d+|L\d+|T4|V100)[\w ]*?\d+\w*(?: \(sm_\d+\))? ?\+ ?(?:RTX ?)?\d{3,4}\w*|sm_(\d+)\W.{0,30}sm_(?!\1)\d+", about)
+    known["unlike_gpus"] = bool(names)
+    held = re.findall(r"(?:sglang|vllm|python|scheduler|EngineCore|Worker)\S*\s+(\d{4,})\s*MiB", excerpt, re.I)
+    if held:
+        known["held_mib"] = max(int(size) for size in held)
+    if re.search(r"(?:GPU|CUDA)\b.{0,20}\bnot (?:seen|found|visible|detected)|CPU only|no GPU", told, re.I) and re.search(r"shell|systemd|as a service|unit", told, re.I):
+        known["nodes"] = {"/dev/nvidia0": "denied"}
     tools = [tool for tool in ("ninja", "gcc", "g++") if re.search(rf"\b{re.escape(tool)}\b.{{0,30}}(?:not found|missing|not on)", told, re.I)]
     known["tools_missing"] = tools
     known["tools_beside"] = [tool for tool in tools if re.search(r"same env|venv|installed", told, re.I)]
@@ -65,7 +76,7 @@ def inputs(report: Mapping[str, Any]) -> tuple[list[str], Facts]:
         known["children_dead"], known["health_ok"] = ["scheduler"], True
     if re.search(r"no further|no line|no output|never (?:becomes|opens|returns|finish|ready)|hang|hung|stuck|nothing (?:more|happens)|stands still|waits? for ever", said, re.I):
         known["idle"] = True
-    if re.search(r"(?:no|0) (?:process|GPU memory|MiB)\b.{0,30}(?:on|in|of|by) (?:the )?(?:GPU|nvidia-smi)|(?:runs|running|ran|came up|serves|computes) on (?:the )?CPU|wrong GPU|(?:on|uses?) (?:GPU|another GPU|the other GPU)\b.{0,20}instead|all .{0,20}on GPU 0|GPU (?:util\w*|usage|stays).{0,12}\b0 ?%", told, re.I):
+    if re.search(r"(?:no|0) (?:process|GPU memory|MiB)\b.{0,30}(?:on|in|of|by) (?:the )?(?:GPU|nvidia-smi)|CPU fall-?back|(?:runs|running|ran|came up|serves|computes) on (?:the )?CPU|wrong GPU|(?:on|uses?) (?:GPU|another GPU|the other GPU)\b.{0,20}instead|all .{0,20}on GPU 0|GPU (?:util\w*|usage|stays).{0,12}\b0 ?%", said, re.I) and not known.get("nodes"):
         known["on_gpu"] = False
         if re.search(r"wrong GPU|instead|another|all .{0,20}on GPU 0", told, re.I):
             known["other_gpu"] = "another GPU"

@@ -115,6 +115,8 @@ def log_signs(log: Log, facts: Facts) -> list[Sign]:
     last = log.last_line
     if _STALL_LINE.search(last) and facts.failed is not False and not any(e.kind == "exception" for e in events):
         signs.append(Sign("engine_stalled", "nccl_init_hang", SYMPTOM, last, log.count))
+    if re.search(r"(?:^|/)(?:cicc|nvcc|ptxas|cc1plus) +-", last) and not any(e.kind != "log" for e in events):
+        signs.append(Sign("state_busy", "jit_compiling", SYMPTOM, last, log.count))
     if _BUSY_LINE.search(last) and not any(sign.strength == CAUSE for sign in signs):
         signs.append(Sign("state_busy", "jit_compiling", SYMPTOM, last, log.count))
     waited = next((e for e in events if re.search(r"Loading JIT ops", e.text)), None)
@@ -142,6 +144,7 @@ def _combine(signs: Sequence[Sign], log: Log, facts: Facts, phase: str) -> list[
     """Apply what one sign means for another."""
     found = list(signs)
     codes = {sign.code for sign in found if sign.strength == CAUSE}
+    oom = "jit_compile_oom" in codes
     out = []
     for sign in found:
         if sign.code == "nvcc_too_old_for_gpu" and facts.compute_cap:
@@ -154,6 +157,11 @@ def _combine(signs: Sequence[Sign], log: Log, facts: Facts, phase: str) -> list[
                 continue
         if sign.code == "gpu_oom" and codes & {"gpu_memory_in_use", "state_cache_too_small"}:
             sign = replace(sign, strength=HINT)
+        if sign.code == "no_kernel_image" and facts.unlike_gpus and sign.strength == CAUSE:
+            # one folder of cached kernels for unlike GPUs: built for the one, loaded on the other
+            sign = replace(sign, code="jit_cache_bad", detail="jit_cache_wrong_arch")
+        if oom and sign.code in ("toolkit_incomplete", "jit_contention") and re.search(r"cannot find|\bld\b", sign.evidence):
+            continue  # what the killed compiler left behind is missing at the link
         if sign.code == "no_kernel_image" and re.search(r"cached_ops|\.cache/|torch_extensions", sign.evidence):
             sign = replace(sign, code="jit_cache_bad", detail="jit_cache_wrong_arch")
         if is_state(sign.code) and sign.code == "state_busy" and (facts.failed or log.ended):

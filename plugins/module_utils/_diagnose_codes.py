@@ -65,7 +65,7 @@ _ALL = (
     Code("cuda_version_skew", "build", "fatal", RETRY_NO, "parts of the CUDA toolkit are of different versions", 40),
     Code("nvcc_too_old_for_gpu", "build", "fatal", RETRY_NO, "the compiler does not know this GPU", 50),
     Code("arch_list_wrong", "build", "fatal", RETRY_NO, "the list of GPU architectures to build for is wrong", 55),
-    Code("jit_compile_oom", "build", "fatal", RETRY_AFTER, "a compiler was killed for want of memory", 15),
+    Code("jit_compile_oom", "build", "fatal", RETRY_AFTER, "a compiler was killed for want of memory", 60),
     Code("jit_build_failed", "build", "fatal", RETRY_NO, "a kernel could not be built", 90),
     Code("jit_cache_not_writable", "cache", "fatal", RETRY_NO, "a cache folder cannot be written", 10),
     Code("jit_cache_bad", "cache", "fatal", RETRY_AFTER, "a cached kernel is broken or stale", 20),

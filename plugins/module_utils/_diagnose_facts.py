@@ -43,6 +43,7 @@ class Facts:
     kernel: Sequence[str] = ()  # lines of the kernel's log since this start
     pci: str = ""  # bus id of this server's GPU: 0000:01:00
     compute_cap: str = ""  # 12.0
+    unlike_gpus: bool = False  # the host has GPUs of several capabilities
     smi: str = ""  # ok | hung | missing | mismatch | failed
     gpu_error: str = ""  # what nvidia-smi says is wrong with this GPU
     nodes: Mapping[str, str] = field(default_factory=dict)  # device node: ok | missing | denied | hung

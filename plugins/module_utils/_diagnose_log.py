@@ -37,7 +37,7 @@ _PREFIX = re.compile(
     )""",
     re.VERBOSE,
 )
-_FRAME = re.compile(r'^\s*(?:\|\s*)*File "(?P<file>[^"]+)", line \d+,? in (?P<name>.+)$')
+_FRAME = re.compile(r'^\s*(?:\|\s*)*File "(?P<file>[^"]+)",.{0,24}? in (?P<name>.+)$')
 _EXCEPTION = re.compile(
     r"^(?:\|\s*)*(?P<name>(?:[A-Za-z_][\w-]*\.)*[A-Z]\w*(?:Error|Exception|Exit|Interrupt|Failure|Timeout|Refused"
     r"|NotFound\w*|IsEnabled|Died|Full|URL|Mismatch|Aborted))(?P<rest>:.*|\(.*|)$"

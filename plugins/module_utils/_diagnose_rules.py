@@ -130,10 +130,11 @@ DEVICE_RULES = (
     rule(
         "gpu_hardware_fault",
         "gpu_wedged",
-        r"(?:INFO: )?task (?:nvidia-smi|nv\w*|python\S*|sglang\S*|vllm\S*)\S* blocked for more than"
+        r"INFO: task (?:nvidia-smi|nv\w*|python\S*|sglang\S*|vllm\S*)\S* blocked for more than"
         r"|nvidia-smi\b.{0,60}\b(?:hangs?|hung|stuck|did not (?:answer|finish|return)|never returns|times? out)"
         r"|nvidia-smi\b.{0,80}\bERR!|\bin D state\b.{0,60}nvidia|nvidia.{0,60}\bD state",
     ),
+    rule("gpu_hardware_fault", "gpu_wedged", r"INFO: task \S+ blocked for more than", HINT),
     rule(
         "driver_library_mismatch",
         "driver_library_mismatch",

@@ -18,6 +18,7 @@ GPU_RULES = (
     rule("backend_unsupported_on_gpu", "custom_allreduce_failed", r"(?:custom_?all_?reduce|register_graph_buffers|register_buffer|trtllm_allreduce|allreduce_fusion|mscclpp|symm_?mem\w*|multicast)\b.{0,120}(?:invalid argument|not supported|fail|error|invalid)"),
     rule("backend_unsupported_on_gpu", "custom_allreduce_failed", r"invalid argument|not supported|invalid resource handle", frame=r"custom_all_?reduce|allreduce|all_reduce|symm_mem|mscclpp"),
     rule("state_degraded", "performance_degraded", r"Performance might be sub-?optimal|Using default (?:MoE|W8A8|config)|sub-?optimal performance|performance (?:may|might|will) be (?:degraded|reduced|poor|low)", HINT),
+    rule("state_degraded", "performance_degraded", r"(?:falls?|falling|fell) back to .{0,40}(?:torch_native|triton|slower|eager|backend)", SYMPTOM),
     rule("state_degraded", "flashinfer_package_ignored", r"Ignoring incompatible", HINT),
 )
 MEMORY_RULES = (
