@@ -74,16 +74,36 @@ def inputs(report: Mapping[str, Any]) -> tuple[list[str], Facts]:
         known["cache_damage"] = told
     if re.search(r"scheduler (?:is )?(?:already )?(?:dead|died|gone|killed)|while starting|still (?:starting|loading)|dead scheduler", told, re.I) and re.search(r"\b200\b", excerpt):
         known["children_dead"], known["health_ok"] = ["scheduler"], True
-    if re.search(r"no further|no line|no output|never (?:becomes|opens|returns|finish|ready)|hang|hung|stuck|nothing (?:more|happens)|stands still|waits? for ever", said, re.I):
+    if re.search(r"no further|never (?:becomes|opens|returns|finish|ready)|\bhang\w*|hung|stuck|waits? without|stay\w* at (?:zero|0)|nothing (?:more|happens)|stands still|waits? for ever", said, re.I):
         known["idle"] = True
     if re.search(r"(?:no|0) (?:process|GPU memory|MiB)\b.{0,30}(?:on|in|of|by) (?:the )?(?:GPU|nvidia-smi)|CPU fall-?back|(?:runs|running|ran|came up|serves|computes) on (?:the )?CPU|wrong GPU|(?:on|uses?) (?:GPU|another GPU|the other GPU)\b.{0,20}instead|all .{0,20}on GPU 0|GPU (?:util\w*|usage|stays).{0,12}\b0 ?%", said, re.I) and not known.get("nodes"):
         known["on_gpu"] = False
         if re.search(r"wrong GPU|instead|another|all .{0,20}on GPU 0", told, re.I):
             known["other_gpu"] = "another GPU"
+    if re.search(r"lands? on|ends? up on|(?:on|uses?|sees) (?:the )?(?:wrong|another|different|other) (?:GPU|device|card)|another GPU than", told, re.I):
+        known["on_gpu"], known["other_gpu"] = False, "another GPU"
+    known["jit_loading"] = bool(re.search(r"\bJIT\b", stage))
+    if re.search(r"\b(?:PrivateDevices|DevicePolicy|DeviceAllow|RestrictAddressFamilies|IPAddressDeny|ProtectClock|ProtectKernel\w+|SystemCallFilter|MemoryDenyWriteExecute)\b", excerpt):
+        known["sandbox"] = told or excerpt
+    if re.search(r"\bEnvironment(?:File)?=|override\.conf|drop-in|/etc/profile|\.bashrc|login shell|\bUser=|\bHOME\b.{0,30}(?:unset|not set|missing|differs)", told, re.I):
+        known["unit_problem"] = told
+    if re.search(r"prefetch", stage, re.I) or re.search(r"\d+ (?:\.so|cubins?)\b.{0,20}(?:absent|missing)|(?:cubins?|artifacts?|headers?)\b.{0,20}(?:absent|missing|incomplete)", told, re.I):
+        known["cubins_missing"] = told
+    if re.search(r"(?:TORCH|FLASHINFER)_CUDA_ARCH_LIST ?=", about):
+        known["arch_list"] = about
+    known["packages"] = packages(about)
     if re.search(r"nvidia-smi (?:hangs|does not|never)", told, re.I):
         known["smi"] = "hung"
     known["answers"] = answers(excerpt, told, stage)
     return lines, Facts(**known)
+
+
+def packages(about: str) -> list[str]:
+    """Return what is wrong with the versions: the parts of flashinfer must be of one version."""
+    parts = re.findall(r"(?:flashinfer[-_ ]?)?\b(python|cubin|jit-cache)\b[ =]+(\d+\.\d+\.\d+)", about)
+    whole = re.findall(r"\bflashinfer[ =]+(\d+\.\d+\.\d+)", about)
+    versions = {version for _name, version in parts if version.startswith("0.")} | (set(whole[:1]) if parts else set())
+    return [f"flashinfer's packages differ: {', '.join(sorted(versions))}"] if len(versions) > 1 else []
 
 
 def described(excerpt: str) -> str:
@@ -110,7 +130,7 @@ def capability(about: str) -> str:
 
 def answers(excerpt: str, told: str, stage: str) -> list[Answer]:
     """Return what the probe would have got."""
-    if re.search(r"\bcontent['\"]?\s*[:=]\s*(?:null|None|''|\"\"|$)|(?:empty|no|null|blank) (?:\w+ )?content|content (?:is |was )?(?:empty|null|None|missing)|(?:empty|blank) (?:answer|response|output|completion|message)", excerpt, re.I):
+    if re.search(r"\bcontent['\"]?\s*[:=]\s*(?:null|None|''|\"\"|$)|content:? [\"']{2}|(?:empty|no|null|blank) (?:\w+ )?content|content (?:is |was )?(?:empty|null|None|missing)|(?:empty|blank) (?:answer|response|output|completion|message)", excerpt, re.I):
         return [Answer(text="", chat=True, finish="stop")]
     wrong = re.search(r"wrong output|garbage|gibberish|nonsense|incoherent|corrupt\w* output|repeat|degenerat", f"{stage}; {told}", re.I)
     nonsense = re.search(r"random (?:\w+ )?(?:tokens?|characters?|text|words)|gibberish|garbage|nonsense|mojibake|byte-identical|(?:only|all|endless|repeated)\W+(?:!+|\w+ tokens?)|!{5,}", excerpt, re.I)

@@ -155,6 +155,10 @@ def _combine(signs: Sequence[Sign], log: Log, facts: Facts, phase: str) -> list[
             # exit code -9 alone: only while weights are loaded, and only as long as nothing else is known
             if facts.oom_kills is not None or phase in ("ready", "warmup", "graphs"):
                 continue
+        if sign.code == "package_mismatch" and sign.fact and "cuda_kernel_fault" in codes:
+            sign = replace(sign, strength=CAUSE)  # pins that differ explain a kernel that crashes
+        if sign.code == "arch_list_wrong" and facts.arch_list and sign.strength == SYMPTOM:
+            sign = replace(sign, strength=CAUSE)
         if sign.code == "gpu_oom" and codes & {"gpu_memory_in_use", "state_cache_too_small"}:
             sign = replace(sign, strength=HINT)
         if sign.code == "no_kernel_image" and facts.unlike_gpus and sign.strength == CAUSE:

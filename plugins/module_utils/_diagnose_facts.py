@@ -65,6 +65,8 @@ class Facts:
     tools_beside: Sequence[str] = ()  # of these, those that lie beside the venv's python
     toolkit: Sequence[tuple[str, str]] = ()  # (code, what is wrong with the toolkit)
     packages: Sequence[str] = ()  # pins of the engine that are not met
+    cubins_missing: str = ""  # what a prefetch of cubins left out
+    sandbox: str = ""  # a property of the unit that keeps the GPU's devices or sockets away
     arch_list: str = ""  # what is wrong with an architecture list in the environment
     model_problem: tuple[str, str] = ("", "")  # (code, what is wrong with the model's folder)
     compiling: bool | None = None  # a compiler runs in the control group
@@ -75,7 +77,8 @@ class Facts:
     idle: bool | None = None  # no CPU time, no lines between two samples
     children_dead: Sequence[str] = ()  # processes of the engine that should be there
     health_ok: bool | None = None  # /health says 200
-    home_problem: str = ""  # HOME, User= or the like in the unit
+    unit_problem: str = ""  # HOME, User=, Environment= or the like in the unit
+    jit_loading: bool = False  # it stands where compiled kernels are loaded
     effective_requests: int | None = None
     wanted_requests: int | None = None
     slower_than_siblings: str = ""
@@ -97,8 +100,8 @@ def fact_signs(facts: Facts, log: Log) -> list[Sign]:
         add("unit_misconfigured", "systemd_watchdog", "systemd ended the unit: result watchdog", CAUSE)
     if facts.exit_code == "exited" and facts.exit_status is not None and 200 <= facts.exit_status <= 243:
         add("unit_misconfigured", "unit_exec_failed", f"systemd could not start it: status {facts.exit_status}", CAUSE)
-    if facts.home_problem:
-        add("unit_misconfigured", "unit_env_missing", facts.home_problem, HINT)
+    if facts.unit_problem:
+        add("unit_misconfigured", "unit_env_missing", facts.unit_problem, HINT)
     if facts.port_holder:
         add("port_in_use", "port_in_use", f"the port is held by {facts.port_holder}", HINT)
     _build(facts, add)
@@ -137,6 +140,8 @@ def _device(facts: Facts, add) -> None:  # type: ignore[no-untyped-def]
         elif state in ("missing", "denied"):
             detail = "uvm_device_missing" if "uvm" in node and state == "missing" else "device_cgroup_denied"
             add("gpu_access_denied", detail, f"{node}: {state}", HINT)
+    if facts.sandbox:
+        add("gpu_access_denied", "unit_sandbox_blocks_gpu", facts.sandbox, HINT)
     if facts.fabric:
         add("driver_unavailable", "fabric_manager_not_running", f"nvidia-fabricmanager is {facts.fabric}", HINT)
     if facts.on_gpu is False:
@@ -175,6 +180,8 @@ def _build(facts: Facts, add) -> None:  # type: ignore[no-untyped-def]
         add("arch_list_wrong", "arch_list_wrong", facts.arch_list, HINT)
     for path in facts.unwritable:
         add("jit_cache_not_writable", "jit_cache_not_writable", f"the service user cannot write {path}", HINT)
+    if facts.cubins_missing:
+        add("cubin_unavailable", "cubin_prefetch_incomplete", facts.cubins_missing, HINT)
     if facts.cache_damage:
         add("jit_cache_bad", "jit_cache_corrupt", facts.cache_damage, HINT)
     if facts.network_cache:
@@ -189,7 +196,7 @@ def _life(facts: Facts, log: Log, add) -> None:  # type: ignore[no-untyped-def]
     if facts.children_dead and facts.health_ok:
         add("state_health_unreliable", "health_false_positive", f"{', '.join(facts.children_dead)} dead, /health says 200", HINT)
     waiting = re.search(r"Loading JIT ops|Waiting for lock|Acquir\w+ lock", log.last_line)
-    if facts.idle and waiting:
+    if facts.idle and (waiting or facts.jit_loading):
         add("jit_contention", "jit_lock_wait", log.last_line, HINT)
     elif facts.idle:
         add("engine_stalled", "launch_stalled", f"no progress since: {log.last_line[:200] or 'the start'}", SYMPTOM)

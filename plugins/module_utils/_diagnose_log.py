@@ -79,7 +79,7 @@ _HINT = re.compile(
     r"|support|mismatch|match|too old|not set|corrupt|stale|lock|cubin|compil|building|jit|already|unbalanced|exceed"
     r"|larger|not enough|fetching|unknown|not |nan\b|blocked|watchdog|nccl|init |begin|sub-optimal|ignoring|limit"
     r"|artifact|denied|shared|too many|warning|shm|result|size|status|code=|hang|reset|lost|avc|bus|in use"
-    r"|version|http|nvcc|busy|file_baton|overflow|gpu",
+    r"|version|http|nvcc|busy|file_baton|overflow|gpu|nvidia|no space|uvm|cache|kernel|device|exit|dead|crash|died|find|broken|load",
     re.IGNORECASE,
 )
 _COMPILER = re.compile(

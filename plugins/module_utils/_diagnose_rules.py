@@ -111,7 +111,7 @@ def _application_xid(hit: re.Match[str]) -> bool:
 
 
 _NODE = r"/dev/nvidia(?:\d+|ctl|-uvm(?:-tools)?|-modeset|-caps\S*)?"
-_DENIED = r"(?:permission denied|operation not permitted|no such file|not permitted|missing|does not exist|not found)"
+_DENIED = r"(?:permission denied|operation not permitted|no such file|not permitted|missing|does not exist|not (?:found|present|visible|accessible|available))"
 
 DEVICE_RULES = (
     rule("gpu_hardware_fault", "gpu_hardware_fault", r"\bXid", check=_hardware_xid),
@@ -134,6 +134,7 @@ DEVICE_RULES = (
         r"|nvidia-smi\b.{0,60}\b(?:hangs?|hung|stuck|did not (?:answer|finish|return)|never returns|times? out)"
         r"|nvidia-smi\b.{0,80}\bERR!|\bin D state\b.{0,60}nvidia|nvidia.{0,60}\bD state",
     ),
+    rule("gpu_hardware_fault", "gpu_wedged", r"uvm_spin_loop|uvm_tracker_wait|\[nvidia(?:_uvm|_drm)?\]$|\bERR!"),
     rule("gpu_hardware_fault", "gpu_wedged", r"INFO: task \S+ blocked for more than", HINT),
     rule(
         "driver_library_mismatch",
