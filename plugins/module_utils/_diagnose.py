@@ -93,7 +93,7 @@ def diagnose(
         signs = [sign for sign in signs if sign.strength == CAUSE]
     signs = _combine(signs, read_log, facts, phase)
     if not signs:
-        well = facts.failed is False or (facts.failed is None and (read_log.phase == "ready" or not read_log.count))
+        well = facts.failed is False or (facts.failed is None and ((read_log.phase == "ready" and not read_log.ended) or not read_log.count))
         if well or (read_log.stopping and not facts.failed):
             return None
         return _unknown(read_log, facts, phase, options)
@@ -172,7 +172,12 @@ def _combine(signs: Sequence[Sign], log: Log, facts: Facts, phase: str) -> list[
             continue
         if sign.code == "jit_cache_not_writable" and codes & {"model_unavailable"} and "config" in sign.evidence:
             continue
+        if sign.fact and sign.code == "package_mismatch" and sign.strength == SYMPTOM and "package_mismatch" not in codes:
+            continue  # pins that are not met explain some failures, not any
         out.append(sign)
+    said = any(event.kind == "exception" for event in log.events)
+    if said and all(sign.fact and sign.strength < CAUSE for sign in out):
+        return []  # an exception that nothing explains: the host's oddities are no reason to guess
     return out
 
 

@@ -16,6 +16,13 @@ HINT = 2  # a warning that may be why: counts when nothing says more
 SYMPTOM = 1  # fits several causes: counts when there is nothing else at all
 
 
+# What a mere warning may be the cause of; any other code needs more than a warning.
+WARNINGS = frozenset(
+    ("driver_too_old", "driver_unavailable", "gpu_access_denied", "nvcc_too_old_for_gpu", "arch_list_wrong", "no_kernel_image")
+    + ("disk_full", "state_degraded", "model_unavailable", "unit_misconfigured")
+)
+
+
 @dataclass(frozen=True)
 class Rule:
     """A pattern of one code. not_: leaves the rule out; frame: must match one of the exception's frames."""
@@ -78,6 +85,8 @@ def match(rules: Sequence[Rule], events: Iterable[Event]) -> list[Sign]:
                 continue
             strength = item.strength
             if event.kind == "warning" and strength == CAUSE:
+                if item.code not in WARNINGS:
+                    continue
                 strength = HINT
             found.append(Sign(item.code, item.detail, strength, event.text, event.line, event.wrapped))
     return found

@@ -201,6 +201,39 @@ servers:
       description: The log lines that say why, the most telling first.
       type: list
       elements: str
+    diagnosis:
+      description: Why it is not well; null for a server that is.
+      type: dict
+      contains:
+        code:
+          description: Stable name of the cause, V(unknown_failure) when nothing fits.
+          type: str
+        detail:
+          description: Finer name of the cause, which may change between versions.
+          type: str
+        severity:
+          description: One of V(hardware), V(fatal), V(transient), V(degraded), V(warning) and V(info).
+          type: str
+        retry:
+          description: Whether trying again helps - V(no), V(once), V(after_remedy), or V(auto) where the gate does it.
+          type: str
+        says:
+          description: The cause in a few words.
+          type: str
+        evidence:
+          description: Lines of the log and facts of the host that show it.
+          type: list
+          elements: str
+        remedy:
+          description: What to change, in the installed engine's flags.
+          type: str
+        also_seen:
+          description: Other causes that there were signs of.
+          type: list
+          elements: str
+        phase:
+          description: How far the server had come.
+          type: str
     invocation_id:
       description: The invocation that was judged.
       type: str
@@ -224,14 +257,18 @@ watch_state:
   type: dict
 """
 
+from pathlib import Path
+
 from ansible.module_utils.basic import AnsibleModule
 from ansible_collections.gpufleet.sglang.plugins.module_utils._health import Limits, failure_message
 from ansible_collections.gpufleet.sglang.plugins.module_utils._instance import PlanFileError
 from ansible_collections.gpufleet.sglang.plugins.module_utils._journal import ProcessLines
 from ansible_collections.gpufleet.sglang.plugins.module_utils._probe import ProbeOptions
 from ansible_collections.gpufleet.sglang.plugins.module_utils._runner import SubprocessRunner
+from ansible_collections.gpufleet.sglang.plugins.module_utils._select import select
 from ansible_collections.gpufleet.sglang.plugins.module_utils._systemd import SystemdError
-from ansible_collections.gpufleet.sglang.plugins.module_utils._watch import Watch, make_host, select
+from ansible_collections.gpufleet.sglang.plugins.module_utils._watch import Watch, make_host
+from ansible_collections.gpufleet.sglang.plugins.module_utils._why import Explainer
 
 PROBE = {
     "prompt": {"type": "str", "default": ProbeOptions.prompt},
@@ -270,6 +307,7 @@ def main() -> None:
             chosen.host,
             params["invocations"],
             state,
+            Explainer(SubprocessRunner(), ProcessLines(), str(Path(params["plan"]).parent)),
         )
         if waits:
             limits = Limits(params["progress_timeout"], params["timeout"])
