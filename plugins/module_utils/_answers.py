@@ -16,6 +16,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 REPEATED = 0.9  # share of one token in an answer at temperature 1: no distribution that is one gives that
+LIKELY = -0.5  # mean log probability above which a repetition is the model's own
+UNLIKELY = -20.0  # log probability of a whole sample: two equal ones are no chance
 MIN_TOKENS = 8
 REPLACED = 0.3  # share of U+FFFD in a text
 
@@ -54,6 +56,17 @@ def judge_answers(answers: Sequence[Answer]) -> Finding | None:
     return None
 
 
+def same_sample(answers: Sequence[Answer]) -> Finding | None:
+    """Find two samples at temperature 1 that are equal although that is next to impossible: a sampler that does not sample."""
+    for at, first in enumerate(answers):
+        known = [value for value in first.logprobs if value is not None]
+        if len(first.tokens) < MIN_TOKENS or sum(known) > UNLIKELY:
+            continue
+        if any(first.tokens == other.tokens for other in answers[at + 1 :]):
+            return Finding("output_wrong", "output_garbage", "two samples at temperature 1 are equal, token by token")
+    return None
+
+
 def _numbers(answer: Answer) -> Finding | None:
     bad = [value for value in answer.logprobs if value is not None and not math.isfinite(value)]
     if bad or (answer.logprobs and all(value is None for value in answer.logprobs)):
@@ -80,7 +93,9 @@ def _garbage(answer: Answer) -> Finding | None:
         return Finding("output_wrong", "output_garbage", f"the answer is garbage: {_show(text)}")
     if answer.temperature > 0 and len(answer.tokens) >= MIN_TOKENS:
         token, count = Counter(answer.tokens).most_common(1)[0]
-        if count / len(answer.tokens) >= REPEATED:
+        sure = [value for value in answer.logprobs if value is not None]
+        likely = bool(sure) and sum(sure) / len(sure) > LIKELY  # a model may be that sure of itself
+        if count / len(answer.tokens) >= REPEATED and not likely:
             return Finding("output_wrong", "output_garbage", f"token {token} {count} times of {len(answer.tokens)} at temperature 1")
     if answer.tokens or answer.temperature > 0:  # a tokenizer cuts characters: the text alone proves little
         return None

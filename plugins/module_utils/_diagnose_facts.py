@@ -83,6 +83,8 @@ class Facts:
     wanted_requests: int | None = None
     slower_than_siblings: str = ""
     answers: Sequence[Answer] = ()
+    wrong: Mapping[str, str] = field(default_factory=dict)  # what the probe said: code, detail, evidence
+    standing: str = ""  # requests run while no token comes
 
 
 def fact_signs(facts: Facts, log: Log) -> list[Sign]:
@@ -115,6 +117,10 @@ def fact_signs(facts: Facts, log: Log) -> list[Sign]:
     for line in facts.packages:
         add("package_mismatch", "pins_not_met", line, SYMPTOM)
     _life(facts, log, add)
+    if facts.wrong:
+        add(facts.wrong["code"], facts.wrong["detail"], facts.wrong["evidence"], CAUSE)
+    if facts.standing:
+        add("engine_stalled", "tokens_stand_still", facts.standing, HINT)
     found = judge_answers(facts.answers)
     if found:
         add(found.code, found.detail, found.evidence, CAUSE)
@@ -193,7 +199,9 @@ def _build(facts: Facts, add) -> None:  # type: ignore[no-untyped-def]
 
 
 def _life(facts: Facts, log: Log, add) -> None:  # type: ignore[no-untyped-def]
-    if facts.children_dead and facts.health_ok:
+    if facts.children_dead and facts.failed:
+        add("engine_stalled", "scheduler_dead", f"{', '.join(facts.children_dead)} gone, the HTTP server goes on", HINT)
+    elif facts.children_dead and facts.health_ok:
         add("state_health_unreliable", "health_false_positive", f"{', '.join(facts.children_dead)} dead, /health says 200", HINT)
     waiting = re.search(r"Loading JIT ops|Waiting for lock|Acquir\w+ lock", log.last_line)
     if facts.idle and (waiting or facts.jit_loading):

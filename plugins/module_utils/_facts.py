@@ -13,7 +13,7 @@ import shutil
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +70,9 @@ class Seen:
     compiling: bool = False
     idle: bool = False
     health_ok: bool | None = None
+    wrong: Mapping[str, str] = field(default_factory=dict)
+    children_dead: Sequence[str] = ()
+    standing: str = ""
 
 
 def collect(runner: Runner, instance: Instance, seen: Seen, proc: str = "/proc") -> Facts:
@@ -114,6 +117,9 @@ def collect(runner: Runner, instance: Instance, seen: Seen, proc: str = "/proc")
         compiling=seen.compiling,
         idle=seen.idle,
         health_ok=seen.health_ok,
+        wrong=seen.wrong,
+        children_dead=seen.children_dead,
+        standing=seen.standing,
         proxy=proxy_problem(instance.environment),
         **known,
     )

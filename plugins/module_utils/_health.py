@@ -20,6 +20,7 @@ EXIT_NAMES = {1: "exited", 2: "killed", 3: "dumped"}
 FOREIGN_AFTER = 3.0  # s that another process must keep our port
 UNHEALTHY_AFTER = 30.0  # s of bad answers from a server that said it is ready ...
 UNHEALTHY_PROBES = 3  # ... and at least so many of them
+WRONG_PROBES = 2  # wrong answers in a row that decide
 BUSY = 0.1  # of one core: less is no progress
 
 
@@ -194,7 +195,7 @@ def _running(memory: Memory, look: Look) -> Verdict:
         )
     if answer is None or (answer.starting and not claims):
         return STARTING
-    return Verdict("unhealthy", answer.reason)
+    return Verdict("unhealthy", answer.reason, terminal=answer.wrong is not None and memory.bad_probes >= WRONG_PROBES)
 
 
 def _in_time(memory: Memory, look: Look, verdict: Verdict, limits: Limits) -> Verdict:

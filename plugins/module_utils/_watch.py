@@ -37,6 +37,7 @@ from ansible_collections.gpufleet.sglang.plugins.module_utils._listeners import 
 )
 from ansible_collections.gpufleet.sglang.plugins.module_utils._probe import Probe, ProbeOptions, ProbeResult
 from ansible_collections.gpufleet.sglang.plugins.module_utils._runner import Runner
+from ansible_collections.gpufleet.sglang.plugins.module_utils._siblings import compare
 from ansible_collections.gpufleet.sglang.plugins.module_utils._systemd import (
     UnitState,
     cgroup_pids,
@@ -277,13 +278,16 @@ class Watch:
             self.world.sleep(0.1)
             self.world.follower.poll()
         whys = self._whys(looks, verdicts)
-        return [
+        servers = [
             {
                 **describe(item, self.memories[item.unit], looks[item.unit], verdicts[item.unit], self.host),
                 "diagnosis": whys.get(item.unit),
             }
             for item in self.instances
         ]
+        for unit, said in compare(servers).items():
+            next(server for server in servers if server["unit"] == unit)["diagnosis"] = said
+        return servers
 
     def _whys(self, looks: Mapping[str, Look], verdicts: Mapping[str, Verdict]) -> dict[str, dict[str, Any]]:
         """Explain the servers that are decided and not well."""

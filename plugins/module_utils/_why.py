@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,8 +18,11 @@ from ansible_collections.gpufleet.sglang.plugins.module_utils._facts import Seen
 from ansible_collections.gpufleet.sglang.plugins.module_utils._health import Look, Memory, Verdict, exit_of
 from ansible_collections.gpufleet.sglang.plugins.module_utils._instance import Instance
 from ansible_collections.gpufleet.sglang.plugins.module_utils._journal import LineSource
+from ansible_collections.gpufleet.sglang.plugins.module_utils._listeners import command_of
 from ansible_collections.gpufleet.sglang.plugins.module_utils._options import EngineOptions, OptionsFileError
+from ansible_collections.gpufleet.sglang.plugins.module_utils._probe import Probe, ProbeOptions
 from ansible_collections.gpufleet.sglang.plugins.module_utils._runner import Runner
+from ansible_collections.gpufleet.sglang.plugins.module_utils._systemd import cgroup_pids
 
 SECONDS = 8.0  # one journal may take this long to read
 PARSED = 60000  # lines that are parsed one by one; of a longer log the end
@@ -128,10 +132,21 @@ class Explainer:
             port_holder=look.holder if look.port == "foreign" else "",
             compiling=look.compiling,
             idle=case.verdict.state == "stalled" and waited >= IDLE_AFTER,
-            health_ok=None,
+            wrong=(memory.probe or {}).get("wrong") or {},
+            children_dead=self.children_dead(case),
+            standing=standing(case) if case.verdict.state in ("unhealthy", "stalled") and look.port == "ours" else "",
         )
         log = read_journal(self.source, unit, memory.invocation) if memory.invocation else Log()
         return diagnose(log, collect(self.runner, case.instance, seen), self.options(case.instance))
+
+    def children_dead(self, case: Case) -> list[str]:
+        """Return the processes that a server which once was ready lacks: their titles begin with sglang::."""
+        if case.look.digest.phase != "ready" or not case.look.unit.running:
+            return []
+        titles = [command_of(pid) for pid in cgroup_pids(case.look.unit.control_group)]
+        if not any("sglang" in title for title in titles):
+            return []
+        return [name for name in ("scheduler", "detokenizer") if not any(f"sglang::{name}" in title for title in titles)]
 
     def options(self, instance: Instance) -> EngineOptions | None:
         """Return the option list of the engine a server runs, None when it is not there."""
@@ -139,6 +154,25 @@ class Explainer:
         if venv not in self._options:
             self._options[venv] = _find_options(self.config_dir, venv)
         return self._options[venv]
+
+
+def standing(case: Case, pause: float = 1.0) -> str:
+    """Look twice at what the engine says it does: requests that run while no token comes are a stall."""
+    probe = Probe(case.instance.probe_host, case.instance.port, ProbeOptions())
+    first = _load(probe)
+    if not first or not first.get("num_running_reqs"):
+        return ""
+    time.sleep(pause)
+    second = _load(probe)
+    moving = ("num_used_tokens", "total_prefill_uncached_tokens", "decode_moments", "num_running_reqs")
+    if second and all(first.get(name) == second.get(name) for name in moving):
+        return f"{first['num_running_reqs']} requests run and no token came in {pause:g} s"
+    return ""
+
+
+def _load(probe: Probe) -> dict[str, Any]:
+    loads = probe.document("/v1/loads").get("loads")
+    return loads[0] if isinstance(loads, list) and loads and isinstance(loads[0], dict) else {}
 
 
 def _find_options(config_dir: str, venv: str) -> EngineOptions | None:

@@ -1,0 +1,46 @@
+"""Fifteen causes provoked with the real engine: each is named by its code within seconds of the death."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+from causes import CAUSES, Bench
+
+LIMIT = 5.0  # s from the end of the process to the line that names it
+
+
+@pytest.fixture(scope="module")
+def bench(fleet, tmp_path_factory):
+    bench = Bench(fleet, tmp_path_factory.mktemp("causes"))
+    bench.clean()
+    # room for the others: the fleet itself is only needed where its port is
+    fleet.sh("systemctl stop sglang@1 sglang@2")
+    yield bench
+    bench.clean()
+    fleet.sh("systemctl start sglang.target")
+
+
+@pytest.mark.parametrize("group", range(len(CAUSES)), ids=[", ".join(cause.name for cause in group) for group in CAUSES])
+def test_causes(fleet, bench, group):
+    causes = CAUSES[group]
+    instances = bench.start(causes, 10 * group)
+    run = bench.health(instances)
+    for cause, item in zip(causes, instances, strict=True):
+        bench.act(cause, item)
+    run.rc = run.process.wait(240)
+    servers = json.loads(fleet.sh("cat /srv/health.json"))["servers"]
+    found = {}
+    for cause, server in zip(causes, servers, strict=True):
+        said = server["diagnosis"] or {}
+        number = server["gpu"]
+        named = [when for when, text in run.lines if re.search(rf"GPU {number} cause{number}: (failed|unhealthy|foreign|stalled)", text)]
+        late = named[0] - bench.died(server["unit"]) if named else None
+        found[cause.name] = (said.get("code"), said.get("evidence"), late)
+        print(f"{cause.name}: {said.get('code')} {late if late is None else round(late, 1)} s: {(said.get('evidence') or ['-'])[0][:150]}")
+    for cause in causes:
+        code, evidence, late = found[cause.name]
+        assert code == cause.code, (cause.name, found, run.output)
+        assert re.search(cause.said, " ".join(evidence)), (cause.name, evidence)
+        assert late is not None and late <= LIMIT, (cause.name, late, run.output)
