@@ -39,6 +39,8 @@ KEYS = (
     "error_lines",
     "restarts",
     "diagnosis",
+    "remedy",
+    "retried",
 )
 COLUMNS = (
     ("HOST", "host", "<"),
@@ -133,7 +135,9 @@ def _reason(line: Mapping[str, Any]) -> str:
     text = str(line.get("reason") or "")
     if found.get("code"):
         text = f"{found['code']}: {evidence or text}"
-    return " ".join(text.split())
+    notes = [str(line["remedy"])] if line.get("remedy") else []
+    notes += [f"started once more after {line['retried']}"] if line.get("retried") else []
+    return " ".join("; ".join([*([text] if text else []), *notes]).split())
 
 
 def _join(cell: Sequence[str], sizes: Sequence[int]) -> str:

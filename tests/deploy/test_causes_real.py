@@ -30,7 +30,9 @@ def test_causes(fleet, bench, group):
     for cause, item in zip(causes, instances, strict=True):
         bench.act(cause, item)
     run.rc = run.process.wait(240)
-    servers = json.loads(fleet.sh("cat /srv/health.json"))["servers"]
+    told = fleet.sh("cat /srv/health.json", rc=None)
+    assert told, run.output
+    servers = json.loads(told)["servers"]
     found = {}
     for cause, server in zip(causes, servers, strict=True):
         said = server["diagnosis"] or {}
