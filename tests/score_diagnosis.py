@@ -19,8 +19,8 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent / ".collections"), str(HERE)]
 
-from ansible_collections.gpufleet.sglang.plugins.module_utils._diagnose import diagnose
-from report_reader import inputs
+from ansible_collections.gpufleet.sglang.plugins.module_utils._diagnose import diagnose  # noqa: E402
+from report_reader import inputs  # noqa: E402
 
 KINDS = {
     "A": "CUDA toolkit, compilers, libraries",

@@ -58,9 +58,7 @@ class ActionModule(ActionBase):
                 continue
             display.display(f"{host} GPU {server['gpu']} {server['unit']}: started once more ({found['code']})")
             again = self._restart(server["unit"], task_vars)
-            waited = self._wait(
-                {**args, "units": [server["unit"]], "invocations": again}, task_vars, host, progress
-            )
+            waited = self._wait({**args, "units": [server["unit"]], "invocations": again}, task_vars, host, progress)
             result["changed"] = True
             if waited["servers"]:
                 result["servers"][at] = {**waited["servers"][0], "retried": found["code"]}
@@ -70,7 +68,9 @@ class ActionModule(ActionBase):
         """Restart a unit; returns its InvocationID by its name."""
         systemctl = "ansible.builtin.command"
         for words in (["reset-failed", unit], ["restart", unit]):
-            self._execute_module(module_name=systemctl, module_args={"argv": ["systemctl", *words]}, task_vars=task_vars)
+            self._execute_module(
+                module_name=systemctl, module_args={"argv": ["systemctl", *words]}, task_vars=task_vars
+            )
         told = self._execute_module(
             module_name=systemctl,
             module_args={"argv": ["systemctl", "show", "--property=InvocationID", "--value", unit]},
@@ -79,9 +79,7 @@ class ActionModule(ActionBase):
         found = str(told.get("stdout", "")).strip()
         return {unit: found} if found else {}
 
-    def _wait(
-        self, args: dict[str, Any], task_vars: dict[str, Any], host: str, progress: Progress
-    ) -> dict[str, Any]:
+    def _wait(self, args: dict[str, Any], task_vars: dict[str, Any], host: str, progress: Progress) -> dict[str, Any]:
         """Run slices until nothing is left to wait for."""
         state: Mapping[str, Any] = {}
         while True:

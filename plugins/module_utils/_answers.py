@@ -57,7 +57,7 @@ def judge_answers(answers: Sequence[Answer]) -> Finding | None:
 
 
 def same_sample(answers: Sequence[Answer]) -> Finding | None:
-    """Find two samples at temperature 1 that are equal although that is next to impossible: a sampler that does not sample."""
+    """Find two equal samples at temperature 1 where that is next to impossible: a sampler that does not sample."""
     for at, first in enumerate(answers):
         known = [value for value in first.logprobs if value is not None]
         if len(first.tokens) < MIN_TOKENS or sum(known) > UNLIKELY:
@@ -81,7 +81,9 @@ def _numbers(answer: Answer) -> Finding | None:
 def _empty(answer: Answer) -> Finding | None:
     if answer.chat and not (answer.text or "").strip():
         if (answer.reasoning or "").strip():
-            return Finding("content_empty", "reasoning_swallows_content", "the content is empty, all went to reasoning_content")
+            return Finding(
+                "content_empty", "reasoning_swallows_content", "the content is empty, all went to reasoning_content"
+            )
         if answer.finish in ("", "stop") and (answer.completion_tokens is None or answer.completion_tokens > 1):
             return Finding("content_empty", "reasoning_swallows_content", "the content of the answer is empty")
     return None
@@ -96,7 +98,11 @@ def _garbage(answer: Answer) -> Finding | None:
         sure = [value for value in answer.logprobs if value is not None]
         likely = bool(sure) and sum(sure) / len(sure) > LIKELY  # a model may be that sure of itself
         if count / len(answer.tokens) >= REPEATED and not likely:
-            return Finding("output_wrong", "output_garbage", f"token {token} {count} times of {len(answer.tokens)} at temperature 1")
+            return Finding(
+                "output_wrong",
+                "output_garbage",
+                f"token {token} {count} times of {len(answer.tokens)} at temperature 1",
+            )
     if answer.tokens or answer.temperature > 0:  # a tokenizer cuts characters: the text alone proves little
         return None
     return text_garbage(text)

@@ -24,11 +24,8 @@ from ansible_collections.gpufleet.sglang.plugins.module_utils._diagnose_rules im
     Sign,
     match,
 )
-from ansible_collections.gpufleet.sglang.plugins.module_utils._diagnose_rules_build import (
-    BUILD_RULES,
-    CACHE_RULES,
-    LIBRARY_RULES,
-)
+from ansible_collections.gpufleet.sglang.plugins.module_utils._diagnose_rules_build import BUILD_RULES
+from ansible_collections.gpufleet.sglang.plugins.module_utils._diagnose_rules_cache import CACHE_RULES, LIBRARY_RULES
 from ansible_collections.gpufleet.sglang.plugins.module_utils._diagnose_rules_run import (
     GPU_RULES,
     MEMORY_RULES,
@@ -53,7 +50,9 @@ MAX_CHARS = 400
 _PROCESS = re.compile(r"Process \d+ has (?P<size>[\d.]+) (?P<unit>[GM])iB memory in use")
 _ARCH = re.compile(r"(?:compute|sm)_(?P<arch>\d+)[af]?")
 _STALL_LINE = re.compile(r"Init torch distributed begin|Init parallel begin|sglang is using nccl|Load weight begin")
-_BUSY_LINE = re.compile(r"Building JIT module|can take several minutes|JIT Pre-?Compile|Compiling .*kernels?\b|Try DeepGEMM", re.I)
+_BUSY_LINE = re.compile(
+    r"Building JIT module|can take several minutes|JIT Pre-?Compile|Compiling .*kernels?\b|Try DeepGEMM", re.I
+)
 _HEALTH = re.compile(r"Health check failed|couldn.t get a response from detokenizer")
 
 
@@ -93,7 +92,9 @@ def diagnose(
         signs = [sign for sign in signs if sign.strength == CAUSE]
     signs = _combine(signs, read_log, facts, phase)
     if not signs:
-        well = facts.failed is False or (facts.failed is None and ((read_log.phase == "ready" and not read_log.ended) or not read_log.count))
+        well = facts.failed is False or (
+            facts.failed is None and ((read_log.phase == "ready" and not read_log.ended) or not read_log.count)
+        )
         if well or (read_log.stopping and not facts.failed):
             return None
         return _unknown(read_log, facts, phase, options)
@@ -151,10 +152,9 @@ def _combine(signs: Sequence[Sign], log: Log, facts: Facts, phase: str) -> list[
             named = {hit["arch"] for hit in _ARCH.finditer(sign.evidence)}
             if named and facts.compute_cap.replace(".", "") not in named:
                 sign = replace(sign, code="arch_list_wrong", detail="arch_list_wrong")
-        if sign.code == "host_oom" and sign.strength == SYMPTOM:
-            # exit code -9 alone: only while weights are loaded, and only as long as nothing else is known
-            if facts.oom_kills is not None or phase in ("ready", "warmup", "graphs"):
-                continue
+        weak = sign.code == "host_oom" and sign.strength == SYMPTOM
+        if weak and (facts.oom_kills is not None or phase in ("ready", "warmup", "graphs")):
+            continue  # exit code -9 alone: only while weights are loaded, and only as long as nothing else is known
         if sign.code == "package_mismatch" and sign.fact and "cuda_kernel_fault" in codes:
             sign = replace(sign, strength=CAUSE)  # pins that differ explain a kernel that crashes
         if sign.code == "arch_list_wrong" and facts.arch_list and sign.strength == SYMPTOM:
@@ -164,7 +164,11 @@ def _combine(signs: Sequence[Sign], log: Log, facts: Facts, phase: str) -> list[
         if sign.code == "no_kernel_image" and facts.unlike_gpus and sign.strength == CAUSE:
             # one folder of cached kernels for unlike GPUs: built for the one, loaded on the other
             sign = replace(sign, code="jit_cache_bad", detail="jit_cache_wrong_arch")
-        if oom and sign.code in ("toolkit_incomplete", "jit_contention") and re.search(r"cannot find|\bld\b", sign.evidence):
+        if (
+            oom
+            and sign.code in ("toolkit_incomplete", "jit_contention")
+            and re.search(r"cannot find|\bld\b", sign.evidence)
+        ):
             continue  # what the killed compiler left behind is missing at the link
         if sign.code == "no_kernel_image" and re.search(r"cached_ops|\.cache/|torch_extensions", sign.evidence):
             sign = replace(sign, code="jit_cache_bad", detail="jit_cache_wrong_arch")
@@ -172,7 +176,12 @@ def _combine(signs: Sequence[Sign], log: Log, facts: Facts, phase: str) -> list[
             continue
         if sign.code == "jit_cache_not_writable" and codes & {"model_unavailable"} and "config" in sign.evidence:
             continue
-        if sign.fact and sign.code == "package_mismatch" and sign.strength == SYMPTOM and "package_mismatch" not in codes:
+        if (
+            sign.fact
+            and sign.code == "package_mismatch"
+            and sign.strength == SYMPTOM
+            and "package_mismatch" not in codes
+        ):
             continue  # pins that are not met explain some failures, not any
         out.append(sign)
     said = any(event.kind == "exception" for event in log.events)

@@ -6,14 +6,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ansible_collections.gpufleet.sglang.plugins.module_utils._answers import Answer, judge_answers
 from ansible_collections.gpufleet.sglang.plugins.module_utils._diagnose_log import Log
 from ansible_collections.gpufleet.sglang.plugins.module_utils._diagnose_rules import (
     CAUSE,
-    DEVICE_RULES,
     HARDWARE_XID,
     HINT,
     SYMPTOM,
@@ -25,6 +24,7 @@ HELD_MIB = 1024  # of GPU memory by others before the start that explain a short
 SHM_MIB = 256
 DISK_MIB = 64
 COMPILERS = re.compile(r"cc1plus|cicc|ptxas|nvcc|cudafe|ninja|c\+\+|g\+\+")
+Add = Callable[[str, str, str, int], None]  # code, detail, evidence, strength
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ def fact_signs(facts: Facts, log: Log) -> list[Sign]:
     return signs
 
 
-def _device(facts: Facts, add) -> None:  # type: ignore[no-untyped-def]
+def _device(facts: Facts, add: Add) -> None:
     for line in facts.kernel:
         ours = not facts.pci or "PCI:" not in line or facts.pci.lower()[:10] in line.lower()
         if ours and any(number in HARDWARE_XID for number in xids(line)):
@@ -156,7 +156,7 @@ def _device(facts: Facts, add) -> None:  # type: ignore[no-untyped-def]
         add("wrong_device", detail, f"the server's process is {where}", CAUSE)
 
 
-def _memory(facts: Facts, log: Log, add) -> None:  # type: ignore[no-untyped-def]
+def _memory(facts: Facts, log: Log, add: Add) -> None:
     killed = [line for line in facts.kernel if re.search(r"oom[-_]kill|Out of memory: Killed|Memory cgroup out", line)]
     if facts.oom_kills or facts.result == "oom-kill":
         said = killed[-1] if killed else f"the kernel killed {facts.oom_kills or 1} process(es) of the unit for memory"
@@ -166,16 +166,27 @@ def _memory(facts: Facts, log: Log, add) -> None:  # type: ignore[no-untyped-def
             add("host_oom", "host_oom_killed", said, CAUSE)
     if facts.held_mib is not None and facts.held_mib > HELD_MIB:
         held = ", ".join(facts.holders) or "other processes"
-        short = any(re.search(r"out of memory|Not enough memory|KV ?cache|leave no", event.text) for event in log.events)
-        add("gpu_memory_in_use", "gpu_memory_in_use", f"{facts.held_mib} MiB of the GPU held by {held}", CAUSE if short else HINT)
+        short = any(
+            re.search(r"out of memory|Not enough memory|KV ?cache|leave no", event.text) for event in log.events
+        )
+        add(
+            "gpu_memory_in_use",
+            "gpu_memory_in_use",
+            f"{facts.held_mib} MiB of the GPU held by {held}",
+            CAUSE if short else HINT,
+        )
     if facts.shm_mib is not None and facts.shm_mib < SHM_MIB:
         add("dev_shm_too_small", "dev_shm_too_small", f"/dev/shm has {facts.shm_mib} MiB", SYMPTOM)
-    if facts.effective_requests is not None and facts.wanted_requests and facts.effective_requests < facts.wanted_requests:
+    if (
+        facts.effective_requests is not None
+        and facts.wanted_requests
+        and facts.effective_requests < facts.wanted_requests
+    ):
         text = f"{facts.effective_requests} requests run at once where {facts.wanted_requests} were asked for"
         add("state_cache_too_small", "state_cache_too_small", text, SYMPTOM)
 
 
-def _build(facts: Facts, add) -> None:  # type: ignore[no-untyped-def]
+def _build(facts: Facts, add: Add) -> None:
     for tool in facts.tools_missing:
         beside = f", though {tool} lies beside the venv's python" if tool in facts.tools_beside else ""
         strength = HINT if beside else SYMPTOM
@@ -191,18 +202,28 @@ def _build(facts: Facts, add) -> None:  # type: ignore[no-untyped-def]
     if facts.cache_damage:
         add("jit_cache_bad", "jit_cache_corrupt", facts.cache_damage, HINT)
     if facts.network_cache:
-        add("jit_contention", "jit_cache_on_network_fs", f"cache on a network file system: {facts.network_cache}", SYMPTOM)
+        add(
+            "jit_contention",
+            "jit_cache_on_network_fs",
+            f"cache on a network file system: {facts.network_cache}",
+            SYMPTOM,
+        )
     if facts.lock_wait:
         add("jit_contention", "jit_lock_wait", f"waits for {facts.lock_wait}", HINT)
     if facts.several_starting:
         add("jit_contention", "start_contention", "several servers started at the same time", SYMPTOM)
 
 
-def _life(facts: Facts, log: Log, add) -> None:  # type: ignore[no-untyped-def]
+def _life(facts: Facts, log: Log, add: Add) -> None:
     if facts.children_dead and facts.failed:
         add("engine_stalled", "scheduler_dead", f"{', '.join(facts.children_dead)} gone, the HTTP server goes on", HINT)
     elif facts.children_dead and facts.health_ok:
-        add("state_health_unreliable", "health_false_positive", f"{', '.join(facts.children_dead)} dead, /health says 200", HINT)
+        add(
+            "state_health_unreliable",
+            "health_false_positive",
+            f"{', '.join(facts.children_dead)} dead, /health says 200",
+            HINT,
+        )
     waiting = re.search(r"Loading JIT ops|Waiting for lock|Acquir\w+ lock", log.last_line)
     if facts.idle and (waiting or facts.jit_loading):
         add("jit_contention", "jit_lock_wait", log.last_line, HINT)
@@ -214,12 +235,11 @@ def _life(facts: Facts, log: Log, add) -> None:  # type: ignore[no-untyped-def]
         add("wrong_device", "silent_cpu_fallback", facts.slower_than_siblings, SYMPTOM)
     if not facts.failed or facts.oom_kills != 0 or facts.result in ("timeout", "oom-kill", "watchdog"):
         return
-    crashed = [event.text for event in log.events if re.search(r"crashed with exit code -9\b|exit code: -9\)", event.text)]
+    crashed = [
+        event.text for event in log.events if re.search(r"crashed with exit code -9\b|exit code: -9\)", event.text)
+    ]
     crashed += [line for line in log.last if re.search(r"Subprocess \S+ \(pid=\d+\) crashed with exit code -9\b", line)]
     if crashed:
         add("process_killed", "child_killed", crashed[0], HINT)
     elif facts.exit_code == "killed" and facts.exit_status == 9 and not any("kill_process_tree" in x for x in log.last):
         add("process_killed", "main_killed", "the main process was killed (signal 9), and not for memory", HINT)
-
-
-__all__ = ["DEVICE_RULES", "Facts", "fact_signs"]

@@ -79,7 +79,8 @@ _HINT = re.compile(
     r"|support|mismatch|match|too old|not set|corrupt|stale|lock|cubin|compil|building|jit|already|unbalanced|exceed"
     r"|larger|not enough|fetching|unknown|not |nan\b|blocked|watchdog|nccl|init |begin|sub-optimal|ignoring|limit"
     r"|artifact|denied|shared|too many|warning|shm|result|size|status|code=|hang|reset|lost|avc|bus|in use"
-    r"|version|http|nvcc|busy|file_baton|overflow|gpu|nvidia|no space|uvm|cache|kernel|device|exit|dead|crash|died|find|broken|load",
+    r"|version|http|nvcc|busy|file_baton|overflow|gpu|nvidia|no space|uvm|cache|kernel"
+    r"|device|exit|dead|crash|died|find|broken|load",
     re.IGNORECASE,
 )
 _COMPILER = re.compile(
@@ -189,7 +190,9 @@ class Reader:
         # a traceback that follows the same line is the cause itself
         elif "Traceback" not in line and not line.startswith(("Scheduler hit", "Possible", "Ninja build")):
             log.before_wrapper = list(log.last)[:-1]
-            log.ended = not re.search(r"returned non-zero|compilation terminated|ld returned|above exc|direct cause", line)
+            log.ended = not re.search(
+                r"returned non-zero|compilation terminated|ld returned|above exc|direct cause", line
+            )
 
     def _forget(self) -> None:
         """Drop what was said before the server became ready: it did no harm."""

@@ -25,46 +25,69 @@ OTHER_FLAGS = {
 }
 # {name} = a flag as the installed engine spells it, with sglang_server_ before stable settings.
 REMEDIES: dict[str, str] = {
-    "gpu_hardware_fault": "Take this GPU out of sglang_server_gpus and leave the others; reset it (nvidia-smi --gpu-reset) or reboot; if it comes back, have the hardware tested",
-    "driver_library_mismatch": "Bring the kernel module and the driver's libraries to one version (in a container: the host's) and pin it; reload the module or reboot",
-    "driver_unavailable": "Load the driver and pass the GPU in; on NVSwitch machines start nvidia-fabricmanager of the driver's version; order the unit after nvidia-persistenced",
-    "gpu_access_denied": "Make the device nodes (nvidia-modprobe -u -c=0 at boot, on the host before the container) and allow their current major numbers (lxc.cgroup2.devices.allow, DeviceAllow=); with SELinux container_use_devices",
-    "driver_too_old": "Install a newer driver, or an engine built for an older CUDA; take cuda/compat out of LD_LIBRARY_PATH",
+    "gpu_hardware_fault": "Take this GPU out of sglang_server_gpus and leave the others; reset it (nvidia-smi "
+    "--gpu-reset) or reboot; if it comes back, have the hardware tested",
+    "driver_library_mismatch": "Bring the kernel module and the driver's libraries to one version (in a container: the "
+    "host's) and pin it; reload the module or reboot",
+    "driver_unavailable": "Load the driver and pass the GPU in; on NVSwitch machines start nvidia-fabricmanager of the "
+    "driver's version; order the unit after nvidia-persistenced",
+    "gpu_access_denied": "Make the device nodes (nvidia-modprobe -u -c=0 at boot, on the host before the container) "
+    "and allow their current major numbers (lxc.cgroup2.devices.allow, DeviceAllow=); with "
+    "SELinux container_use_devices",
+    "driver_too_old": "Install a newer driver, or an engine built for an older CUDA; take cuda/compat out of "
+    "LD_LIBRARY_PATH",
     "wrong_device": "Name the GPU by its UUID in sglang_server_gpus, and let nothing else set CUDA_VISIBLE_DEVICES",
-    "unit_misconfigured": "Correct the unit: see systemctl cat and the drop-ins of this unit (HOME, PATH, LimitNOFILE, TimeoutStartSec)",
-    "port_in_use": "Stop the process that has the port, or choose another sglang_server_base_port; ports of one host must differ",
-    "loopback_via_proxy": "Add NO_PROXY and no_proxy with 127.0.0.1,localhost,0.0.0.0 to sglang_server_environment, or take the proxy away",
+    "unit_misconfigured": "Correct the unit: see systemctl cat and the drop-ins of this unit (HOME, PATH, LimitNOFILE, "
+    "TimeoutStartSec)",
+    "port_in_use": "Stop the process that has the port, or choose another sglang_server_base_port; ports of one "
+    "host must differ",
+    "loopback_via_proxy": "Add NO_PROXY and no_proxy with 127.0.0.1,localhost,0.0.0.0 to sglang_server_environment, or "
+    "take the proxy away",
     "nvcc_not_found": "Run the deploy with --tags toolkit and set CUDA_HOME to the toolkit it makes",
     "cuda_home_invalid": "Set CUDA_HOME to one absolute folder that holds bin/nvcc, not /usr and no list",
-    "toolkit_incomplete": "Run the deploy with --tags toolkit,cccl; or install the missing nvidia-cuda-* wheel in the minor version of the others",
+    "toolkit_incomplete": "Run the deploy with --tags toolkit,cccl; or install the missing nvidia-cuda-* wheel in the "
+    "minor version of the others",
     "cuda_version_skew": "Bring all nvidia-cuda-* packages (nvcc, runtime, cccl, nvvm, crt) to one minor version",
     "nvcc_too_old_for_gpu": "Use nvcc 12.8 or newer for sm_120, 12.9 or newer for sm_121",
-    "arch_list_wrong": "Take FLASHINFER_CUDA_ARCH_LIST and TORCH_CUDA_ARCH_LIST out of sglang_server_environment, or name this GPU's architecture, single blanks between",
-    "build_tools_missing": "Put <venv>/bin on the unit's PATH and install ninja, a C++ compiler that this nvcc supports (build-essential; CC, CXX) and the Python headers (python3-dev)",
-    "jit_compile_oom": "Compile with fewer jobs: MAX_JOBS and FLASHINFER_NVCC_THREADS=1 in sglang_server_environment, one server first",
+    "arch_list_wrong": "Take FLASHINFER_CUDA_ARCH_LIST and TORCH_CUDA_ARCH_LIST out of sglang_server_environment, "
+    "or name this GPU's architecture, single blanks between",
+    "build_tools_missing": "Put <venv>/bin on the unit's PATH and install ninja, a C++ compiler that this nvcc "
+    "supports (build-essential; CC, CXX) and the Python headers (python3-dev)",
+    "jit_compile_oom": "Compile with fewer jobs: MAX_JOBS and FLASHINFER_NVCC_THREADS=1 in "
+    "sglang_server_environment, one server first",
     "jit_build_failed": "Correct what the compiler's first error line says",
-    "jit_contention": "Compile once before the fleet starts (--tags jit), on a local disk; remove only a lock file without a living owner",
+    "jit_contention": "Compile once before the fleet starts (--tags jit), on a local disk; remove only a lock file "
+    "without a living owner",
     "jit_cache_bad": "Delete the folder of that module in the cache and let it be built again",
-    "jit_cache_not_writable": "Give the service user a cache folder it may write (sglang_server_cache_dir, and ReadWritePaths= of the unit)",
-    "cubin_unavailable": "Install flashinfer-cubin of flashinfer's version, or run flashinfer download-cubin where there is a network",
+    "jit_cache_not_writable": "Give the service user a cache folder it may write (sglang_server_cache_dir, and "
+    "ReadWritePaths= of the unit)",
+    "cubin_unavailable": "Install flashinfer-cubin of flashinfer's version, or run flashinfer download-cubin where "
+    "there is a network",
     "runtime_lib_missing": "Install the package that holds the library, in torch's CUDA major version",
     "runtime_lib_shadowed": "Take the toolkit out of LD_LIBRARY_PATH of the unit: torch brings its own libraries",
-    "package_mismatch": "Install one locked set of packages (sglang_server_lock_file); never switch the version check off",
+    "package_mismatch": "Install one locked set of packages (sglang_server_lock_file); never switch the version "
+    "check off",
     "no_kernel_image": "Install wheels that were built for this GPU's architecture",
-    "backend_unsupported_on_gpu": "Choose another {attention_backend} or {moe_runner_backend}, or another quantisation of the model",
+    "backend_unsupported_on_gpu": "Choose another {attention_backend} or {moe_runner_backend}, or another "
+    "quantisation of the model",
     "gpu_memory_in_use": "Stop the process that holds the GPU's memory, that one only",
     "gpu_oom": "Take a smaller model or a quantised one",
     "gpu_oom/graphs": "Lower {mem_fraction_static} or {decode_graph_max_batch}",
     "gpu_oom/ready": "Lower {chunked_prefill_size} or {mem_fraction_static}",
-    "kv_pool_too_small": "Raise {mem_fraction_static}; if that ends in gpu_oom, lower {context_length}, set {kv_cache_dtype} to an fp8 type, or take a smaller model",
+    "kv_pool_too_small": "Raise {mem_fraction_static}; if that ends in gpu_oom, lower {context_length}, set "
+    "{kv_cache_dtype} to an fp8 type, or take a smaller model",
     "state_cache_too_small": "Raise {mamba_ratio} or {mamba_size}, or lower {max_running_requests}",
     "host_oom": "Give the host (or the container, or the unit) more memory, or start fewer servers at once",
     "dev_shm_too_small": "Enlarge /dev/shm (mount option size=, or the container's shm size)",
-    "model_unavailable": "Correct sglang_server_model, fetch the model before the start, or give HF_TOKEN in sglang_server_secret_environment",
+    "model_unavailable": "Correct sglang_server_model, fetch the model before the start, or give HF_TOKEN in "
+    "sglang_server_secret_environment",
     "weights_corrupt": "Fetch the damaged weight file again",
-    "disk_full": "Make room on the file system that the line names, or move sglang_server_state_dir or sglang_server_cache_dir",
-    "model_unsupported": "Take an engine version that knows this model, or a matching quantisation; {trust_remote_code} only for code you have read",
-    "cuda_kernel_fault": "Try another {attention_backend}; CUDA_LAUNCH_BLOCKING=1 shows the kernel; if one GPU does it again and again, test it",
+    "disk_full": "Make room on the file system that the line names, or move sglang_server_state_dir or "
+    "sglang_server_cache_dir",
+    "model_unsupported": "Take an engine version that knows this model, or a matching quantisation; "
+    "{trust_remote_code} only for code you have read",
+    "cuda_kernel_fault": "Try another {attention_backend}; CUDA_LAUNCH_BLOCKING=1 shows the kernel; if one GPU does "
+    "it again and again, test it",
     "output_wrong": "Try another {attention_backend}, {kv_cache_dtype} or {sampling_backend}",
     "content_empty": "Correct {reasoning_parser} or the model's chat template",
     "engine_stalled": "Restart it once; if it stands still again, py-spy dump --pid of the scheduler shows where",

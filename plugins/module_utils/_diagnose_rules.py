@@ -1,7 +1,7 @@
 # Copyright: The gpufleet.sglang contributors
 # GNU General Public License v3.0+ (see LICENSE or https://www.gnu.org/licenses/gpl-3.0.txt)
 # PRIVATE to the collection gpufleet.sglang: may change at any time.
-"""Rules: what a line, or an exception with its frames, is a sign of. The machinery, and the rules on devices and units."""
+"""Rules: what a line, or an exception with its frames, is a sign of; those on devices and units."""
 
 from __future__ import annotations
 
@@ -18,8 +18,10 @@ SYMPTOM = 1  # fits several causes: counts when there is nothing else at all
 
 # What a mere warning may be the cause of; any other code needs more than a warning.
 WARNINGS = frozenset(
-    ("driver_too_old", "driver_unavailable", "gpu_access_denied", "nvcc_too_old_for_gpu", "arch_list_wrong", "no_kernel_image")
-    + ("disk_full", "state_degraded", "model_unavailable", "unit_misconfigured")
+    (
+        *("driver_too_old", "driver_unavailable", "gpu_access_denied", "nvcc_too_old_for_gpu", "arch_list_wrong"),
+        *("no_kernel_image", "disk_full", "state_degraded", "model_unavailable", "unit_misconfigured"),
+    )
 )
 
 
@@ -94,11 +96,16 @@ def match(rules: Sequence[Rule], events: Iterable[Event]) -> list[Sign]:
 
 # Xid numbers that mean the hardware (or its firmware), as NVIDIA's catalogue and the taxonomy have them.
 HARDWARE_XID = frozenset(
-    (38, 46, 48, 54, 60, 61, 62, 63, 64, 65, 74, 79, 80, 81, 82, 92, 94, 95, 110, 119, 120, 121, 136, 140, 143)
-    + (*range(144, 151), 154, 155, 156, 158, 160, 171, 172)
+    (
+        *(38, 46, 48, 54, 60, 61, 62, 63, 64, 65, 74, 79, 80, 81, 82, 92, 94, 95, 110, 119, 120, 121, 136, 140, 143),
+        *range(144, 151),
+        *(154, 155, 156, 158, 160, 171, 172),
+    )
 )
 APPLICATION_XID = frozenset((6, 7, 8, 11, 12, 13, 31, 32, 41, 43, 68, 69))  # 45 follows from another one
-_XID = re.compile(r"\bXids?\b\s*(?:\(PCI:[0-9a-fA-F:.]+\))?\s*:?\s*(\d+(?:\s*(?:/|,|and)\s*\d+\b(?![-.:\w]))*)", re.IGNORECASE)
+_XID = re.compile(
+    r"\bXids?\b\s*(?:\(PCI:[0-9a-fA-F:.]+\))?\s*:?\s*(\d+(?:\s*(?:/|,|and)\s*\d+\b(?![-.:\w]))*)", re.IGNORECASE
+)
 
 
 def xids(text: str) -> list[int]:
@@ -120,7 +127,10 @@ def _application_xid(hit: re.Match[str]) -> bool:
 
 
 _NODE = r"/dev/nvidia(?:\d+|ctl|-uvm(?:-tools)?|-modeset|-caps\S*)?"
-_DENIED = r"(?:permission denied|operation not permitted|no such file|not permitted|missing|does not exist|not (?:found|present|visible|accessible|available))"
+_DENIED = (
+    r"(?:permission denied|operation not permitted|no such file|not permitted|missing"
+    r"|does not exist|not (?:found|present|visible|accessible|available))"
+)
 
 DEVICE_RULES = (
     rule("gpu_hardware_fault", "gpu_hardware_fault", r"\bXid", check=_hardware_xid),
@@ -130,7 +140,8 @@ DEVICE_RULES = (
         "gpu_hardware_fault",
         r"uncorrectable (?:volatile )?(?:ECC|NVLink)|uncorrectable ECC error|fallen off the bus|\bGPU is lost"
         r"|ECCUncorrectable|NvlinkUncorrectable|GPU recovery action changed|GPU requires (?:a )?reset"
-        r"|needs? (?:to be )?reset|RmInitAdapter failed|GSP task watchdog timeout|_kgspRpc|GSP (?:RPC|firmware) (?:timeout"
+        r"|needs? (?:to be )?reset|RmInitAdapter failed|GSP task watchdog timeout|_kgspRpc|GSP (?:RPC"
+        r"|firmware) (?:timeout"
         r"|crash)|Timeout (?:after|waiting).*GSP|PMU has halted|row.?remap\w* (?:fail|pending)|NVLink: .*fatal"
         r"|pcieport .*AER: .*(?:uncorrect|fatal)|contained error|Double Bit|\bDBE\b"
         r"|Unable to determine the device handle",
@@ -157,60 +168,142 @@ DEVICE_RULES = (
         "driver_library_missing",
         r"lib(?:cuda|nvidia-ml)\.so(?:\.\d+)?\b.{0,40}(?:cannot open|not found|No such file|missing)"
         r"|NVML Shared Library Not Found|load library failed: libnvidia-ml|libcuda\.so(?:\.1)? cannot found"
-        r"|(?:could not|cannot|can't|failed to|unable to) (?:find|load|locate|dlopen)\b.{0,30}lib(?:cuda|nvidia-ml)\.so",
+        r"|(?:could not|cannot|can't|failed to|unable to) (?:find|load|locate"
+        r"|dlopen)\b.{0,30}lib(?:cuda|nvidia-ml)\.so",
     ),
     rule(
         "driver_unavailable",
         "driver_not_loaded",
         r"couldn.?t communicate with the NVIDIA driver|NVIDIA-SMI has failed|Found no NVIDIA driver"
-        r"|nvml error: driver not loaded|NVML_ERROR_DRIVER_NOT_LOADED|Driver Not Loaded|NVIDIA driver is not (?:loaded|installed)"
-        r"|modprobe: .*nvidia|nvidia: module .*not found|Module nvidia not found|no NVIDIA (?:GPU|kernel) .*(?:module|driver)"
+        r"|nvml error: driver not loaded|NVML_ERROR_DRIVER_NOT_LOADED|Driver Not Loaded"
+        r"|NVIDIA driver is not (?:loaded|installed)"
+        r"|modprobe: .*nvidia|nvidia: module .*not found|Module nvidia not found|no NVIDIA (?:GPU"
+        r"|kernel) .*(?:module|driver)"
         r"|dkms\b.*nvidia.*(?:fail|error)",
     ),
     rule(
         "driver_unavailable",
         "gpu_not_exposed",
-        r"no CUDA-capable device|No CUDA GPUs are available|Found no (?:CUDA|NVIDIA) (?:GPU|device)|no usable GPU found"
+        r"no CUDA-capable device|No CUDA GPUs are available|Found no (?:CUDA|NVIDIA) (?:GPU|device)"
+        r"|no usable GPU found"
         r"|No NVIDIA (?:GPU|device)s? (?:found|detected|available)|No devices were found|Failed to infer device type"
         r"|No accelerator \(CUDA|cudaErrorNoDevice|could not select device driver \"?\"? ?with capabilities"
-        r"|no (?:CUDA )?(?:GPU|device)s? (?:is |are |was |were )?(?:detected|visible)|\bunknown or invalid runtime name: nvidia",
+        r"|no (?:CUDA )?(?:GPU|device)s? (?:is |are |was |were )?(?:detected|visible)"
+        r"|\bunknown or invalid runtime name: nvidia",
     ),
     rule(
         "driver_unavailable",
         "fabric_manager_not_running",
-        r"\bError 802\b|system not yet initialized|SystemNotReady|SYSTEM_NOT_READY|fabric ?manager.{0,60}(?:not running"
+        r"\bError 802\b|system not yet initialized|SystemNotReady|SYSTEM_NOT_READY"
+        r"|fabric ?manager.{0,60}(?:not running"
         r"|fail|inactive|not (?:been )?(?:started|active)|mismatch|version)|Fabric state.{0,20}(?:in progress|never)",
     ),
-    rule("driver_unavailable", "gpu_init_slow", r"GPU discovery.{0,30}tim\w+ ?out|timed? ?out.{0,40}(?:initiali[sz]ing|discover\w+) (?:the )?GPU"),
+    rule(
+        "driver_unavailable",
+        "gpu_init_slow",
+        r"GPU discovery.{0,30}tim\w+ ?out|timed? ?out.{0,40}(?:initiali[sz]ing"
+        r"|discover\w+) (?:the )?GPU",
+    ),
     rule(
         "gpu_access_denied",
         "device_cgroup_denied",
-        r"Failed to initialize NVML: (?:Unknown Error|Insufficient Permissions|.*permission)|NVML: Insufficient Permissions"
+        r"Failed to initialize NVML: (?:Unknown Error|Insufficient Permissions|.*permission)"
+        r"|NVML: Insufficient Permissions"
         r"|NVML_ERROR_NO_PERMISSION|BPF_CGROUP_DEVICE|cgroup.{0,40}device.{0,40}(?:denied|not permitted)"
         r"|nvidia-container-cli: .*(?:permission denied|not permitted)",
     ),
     rule(
         "gpu_access_denied",
         "uvm_device_missing",
-        rf"CUDA unknown error|\bcuda\w*\b.{{0,30}}\berror 999|cudaErrorUnknown\b|CUDA_ERROR_UNKNOWN|cuInit\D{{0,20}}999|{_NODE}\b.{{0,40}}{_DENIED}"
-        rf"|{_DENIED}.{{0,30}}{_NODE}|nvidia.?uvm.{{0,30}}(?:missing|not loaded|not found|major)|CUDA_ERROR_NOT_PERMITTED"
-        r"|cudaErrorNotPermitted|CUDA_ERROR_OPERATING_SYSTEM|\bError 304\b|OS call failed or operation not supported on this OS",
+        rf"CUDA unknown error|\bcuda\w*\b.{{0,30}}\berror 999|cudaErrorUnknown\b|CUDA_ERROR_UNKNOWN"
+        rf"|cuInit\D{{0,20}}999|{_NODE}\b.{{0,40}}{_DENIED}"
+        rf"|{_DENIED}.{{0,30}}{_NODE}|nvidia.?uvm.{{0,30}}(?:missing|not loaded|not found|major)"
+        r"|CUDA_ERROR_NOT_PERMITTED"
+        r"|cudaErrorNotPermitted|CUDA_ERROR_OPERATING_SYSTEM|\bError 304\b"
+        r"|OS call failed or operation not supported on this OS",
     ),
-    rule("gpu_access_denied", "selinux_denied", r"(?:avc: +denied|type=AVC).*(?:nvidia|xserver_misc_device|/dev/dri)|apparmor=.DENIED.*nvidia"),
-    rule("driver_too_old", "driver_too_old", r"driver on your system is too old|CUDA driver version is insufficient|Please update your GPU driver|unsatisfied condition: (?:cuda|driver|brand)|InsufficientDriver|driver is (?:too old|outdated)|requires (?:a )?(?:newer|minimum) (?:NVIDIA )?driver|minimum (?:required )?driver version|STUB_LIBRARY|CUDA driver is a stub"),
-    rule("driver_too_old", "driver_too_old_for_ptx", r"PTX was compiled with an unsupported toolchain|UnsupportedPtxVersion|UNSUPPORTED_PTX_VERSION|Unsupported PTX version|PTX JIT compil\w+ .*(?:not found|unsupported)"),
-    rule("driver_too_old", "forward_compat_unsupported", r"\bError 804\b|forward compatibility was attempted|CompatNotSupportedOnDevice|COMPAT_NOT_SUPPORTED"),
+    rule(
+        "gpu_access_denied",
+        "selinux_denied",
+        r"(?:avc: +denied|type=AVC).*(?:nvidia|xserver_misc_device|/dev/dri)|apparmor=.DENIED.*nvidia",
+    ),
+    rule(
+        "driver_too_old",
+        "driver_too_old",
+        r"driver on your system is too old|CUDA driver version is insufficient"
+        r"|Please update your GPU driver|unsatisfied condition: (?:cuda|driver|brand)"
+        r"|InsufficientDriver|driver is (?:too old|outdated)|requires (?:a )?(?:newer"
+        r"|minimum) (?:NVIDIA )?driver|minimum (?:required )?driver version|STUB_LIBRARY"
+        r"|CUDA driver is a stub",
+    ),
+    rule(
+        "driver_too_old",
+        "driver_too_old_for_ptx",
+        r"PTX was compiled with an unsupported toolchain|UnsupportedPtxVersion"
+        r"|UNSUPPORTED_PTX_VERSION|Unsupported PTX version|PTX JIT compil\w+ .*(?:not found"
+        r"|unsupported)",
+    ),
+    rule(
+        "driver_too_old",
+        "forward_compat_unsupported",
+        r"\bError 804\b|forward compatibility was attempted|CompatNotSupportedOnDevice"
+        r"|COMPAT_NOT_SUPPORTED",
+    ),
     rule("wrong_device", "visible_devices_unparsable", r"invalid literal for int\(\).{0,30}['\"](?:GPU|MIG)-"),
-    rule("wrong_device", "gpu_selection_wrong", r"invalid device ordinal|InvalidDevice\b|\bError 101\b.*device|device >= 0 && device < num_gpus|device=\d+, num_gpus=\d+|Invalid device id|CUDA_VISIBLE_DEVICES\b.{0,40}\b(?:invalid|out of range|not (?:a )?valid)|(?:GPU|device) (?:index|id) \d+ (?:is )?(?:out of range|does not exist|not found)"),
-    rule("wrong_device", "silent_cpu_fallback", r"(?:falling|fell|fall) back to (?:the )?CPU\b|CUDA is not available, using CPU|No GPU found, using CPU|running on (?:the )?CPU instead", HINT, no=r"\bop(?:erator)?\b|pin"),
+    rule(
+        "wrong_device",
+        "gpu_selection_wrong",
+        r"invalid device ordinal|InvalidDevice\b|\bError 101\b.*device"
+        r"|device >= 0 && device < num_gpus|device=\d+, num_gpus=\d+|Invalid device id"
+        r"|CUDA_VISIBLE_DEVICES\b.{0,40}\b(?:invalid|out of range|not (?:a )?valid)|(?:GPU"
+        r"|device) (?:index|id) \d+ (?:is )?(?:out of range|does not exist|not found)",
+    ),
+    rule(
+        "wrong_device",
+        "silent_cpu_fallback",
+        r"(?:falling|fell|fall) back to (?:the )?CPU\b|CUDA is not available, using CPU"
+        r"|No GPU found, using CPU|running on (?:the )?CPU instead",
+        HINT,
+        no=r"\bop(?:erator)?\b|pin",
+    ),
 )
 UNIT_RULES = (
-    rule("unit_misconfigured", "systemd_start_timeout", r"(?:start|start-pre|start-post|start) operation timed out|Failed with result 'timeout'|Result=timeout|\bresult: timeout\b|exceeded (?:its )?TimeoutStartSec"),
+    rule(
+        "unit_misconfigured",
+        "systemd_start_timeout",
+        r"(?:start|start-pre|start-post|start) operation timed out|Failed with result 'timeout'"
+        r"|Result=timeout|\bresult: timeout\b|exceeded (?:its )?TimeoutStartSec",
+    ),
     rule("unit_misconfigured", "systemd_watchdog", r"Failed with result 'watchdog'|service: Watchdog timeout \(limit"),
     rule("unit_misconfigured", "ulimit_nofile", r"Too many open files|\bEMFILE\b|\[Errno 24\]|os error 24\b"),
-    rule("unit_misconfigured", "ulimit_tasks", r"can't start new thread|pthread_create failed|unable to create (?:new )?(?:native )?thread|Resource temporarily unavailable.{0,60}(?:fork|thread|process)|(?:fork|clone)\w*: .*Resource temporarily unavailable|libgomp: Thread creation failed"),
-    rule("unit_misconfigured", "unit_exec_failed", r"Failed at step \w+ spawning|status=(?:20\d|21\d|22\d|23\d|24\d)/[A-Z_]+|Failed to (?:load environment files|determine user credentials|set up mount namespac\w+|locate executable|execute \S+)|(?:bad|unknown|invalid) (?:unit file )?setting|Unknown (?:lvalue|key name)"),
-    rule("unit_misconfigured", "wrong_flag", r": error: (?:argument|unrecognized arguments|the following arguments are required|ambiguous option)|^error: (?:unexpected|unrecognized) argument|No such option:"),
-    rule("unit_misconfigured", "unit_env_missing", r"KeyError: '(?:USER|LOGNAME|HOME|PATH|[A-Z]{2,}_[A-Z_]+)'|environment variable '?\"?[A-Z_]{3,}'?\"? (?:is )?(?:not set|missing|required)|[A-Z]{2,}_[A-Z_]+ is not set\b", no=r"CUDA_HOME|CUDA_PATH|CUDA_ROOT|CUDA_ARCH|arch_list|HF_TOKEN|defaulting|default|using|will"),
+    rule(
+        "unit_misconfigured",
+        "ulimit_tasks",
+        r"can't start new thread|pthread_create failed|unable to create (?:new )?(?:native )?thread"
+        r"|Resource temporarily unavailable.{0,60}(?:fork|thread|process)|(?:fork"
+        r"|clone)\w*: .*Resource temporarily unavailable|libgomp: Thread creation failed",
+    ),
+    rule(
+        "unit_misconfigured",
+        "unit_exec_failed",
+        r"Failed at step \w+ spawning|status=(?:20\d|21\d|22\d|23\d|24\d)/[A-Z_]+"
+        r"|Failed to (?:load environment files|determine user credentials|set up mount namespac\w+"
+        r"|locate executable|execute \S+)|(?:bad|unknown|invalid) (?:unit file )?setting"
+        r"|Unknown (?:lvalue|key name)",
+    ),
+    rule(
+        "unit_misconfigured",
+        "wrong_flag",
+        r": error: (?:argument|unrecognized arguments|the following arguments are required"
+        r"|ambiguous option)|^error: (?:unexpected|unrecognized) argument|No such option:",
+    ),
+    rule(
+        "unit_misconfigured",
+        "unit_env_missing",
+        r"KeyError: '(?:USER|LOGNAME|HOME|PATH|[A-Z]{2,}_[A-Z_]+)'"
+        r"|environment variable '?\"?[A-Z_]{3,}'?\"? (?:is )?(?:not set|missing|required)"
+        r"|[A-Z]{2,}_[A-Z_]+ is not set\b",
+        no=r"CUDA_HOME|CUDA_PATH|CUDA_ROOT|CUDA_ARCH|arch_list|HF_TOKEN|defaulting|default|using|will",
+    ),
     rule("unit_misconfigured", "unit_env_missing", r"(?:^|[\s'\"=])\./\.(?:cache|config|local|llamafile|triton|nv)\b"),
 )

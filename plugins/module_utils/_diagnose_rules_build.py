@@ -1,86 +1,212 @@
 # Copyright: The gpufleet.sglang contributors
 # GNU General Public License v3.0+ (see LICENSE or https://www.gnu.org/licenses/gpl-3.0.txt)
 # PRIVATE to the collection gpufleet.sglang: may change at any time.
-"""Rules on what is built on the host: toolkit, compilers, linker, kernel caches, and on what was installed."""
+"""Rules on what is built on the host: toolkit, compilers, linker."""
 
 from __future__ import annotations
 
-from ansible_collections.gpufleet.sglang.plugins.module_utils._diagnose_rules import HINT, SYMPTOM, rule
+from ansible_collections.gpufleet.sglang.plugins.module_utils._diagnose_rules import SYMPTOM, rule
 
-_TOOL = r"(?:ninja|gcc|g\+\+|c\+\+|cc|c99|clang(?:\+\+)?|cmake|make|x86_64-linux-gnu-g(?:cc|\+\+)(?:-\d+)?|g(?:cc|\+\+)-\d+|cc1plus|cc1|as|ld)"
+_TOOL = (
+    r"(?:ninja|gcc|g\+\+|c\+\+|cc|c99|clang(?:\+\+)?|cmake|make|x86_64-linux-gnu-g(?:cc"
+    r"|\+\+)(?:-\d+)?|g(?:cc|\+\+)-\d+|cc1plus|cc1|as|ld)"
+)
 _CUDA_TOOL = r"(?:cicc|ptxas|cudafe\+\+|fatbinary|nvlink|bin2c|cuobjdump|nvdisasm)"
 _CUDA_HEADER = (
-    r"(?:cuda\w*|curand\w*|cublas\w*|cusparse\w*|cusolver\w*|cufft\w*|cudnn\w*|nvrtc\w*|nvml|nvJitLink\w*|cuComplex|cudaGL|nvToolsExt\w*"
-    r"|nvtx3/\S+|crt/\S+|nv/\S+|cuda/\S+|cub/\S+|thrust/\S+|cooperative_groups\S*|device_launch_parameters|vector_types|driver_types"
-    r"|math_constants|mma|cuda_fp\w+|builtin_types|host_defines|texture_types|cccl/\S+|nvfunctional|fatbinary\w*)(?:\.(?:h|hpp|cuh|inl))?"
+    r"(?:cuda\w*|curand\w*|cublas\w*|cusparse\w*|cusolver\w*|cufft\w*|cudnn\w*|nvrtc\w*|nvml"
+    r"|nvJitLink\w*|cuComplex|cudaGL|nvToolsExt\w*"
+    r"|nvtx3/\S+|crt/\S+|nv/\S+|cuda/\S+|cub/\S+|thrust/\S+|cooperative_groups\S*"
+    r"|device_launch_parameters|vector_types|driver_types"
+    r"|math_constants|mma|cuda_fp\w+|builtin_types|host_defines|texture_types|cccl/\S+"
+    r"|nvfunctional|fatbinary\w*)(?:\.(?:h|hpp|cuh|inl))?"
 )
 _STD_HEADER = r"(?:math|stdlib|cmath|cstdlib|string|stdio|limits|wchar|time|ctype|errno|cstddef)(?:\.h)?"
-_CUDA_LIB = r"(?:cuda|cudart|cudart_static|cudadevrt|nvrtc|cublas|cublasLt|curand|cusparse|cusolver|cufft|cupti|nvToolsExt|nvJitLink|cudnn|nvrtc-builtins|nvidia-ml|culibos)"
-CACHE_PATH = (
-    r"(?:\.cache\b|/cache/|[\w-]*cache[\w-]*/|cached_ops|\.triton\b|torchinductor|torch_extensions|inductor|deep_gemm|tvm.?ffi"
-    r"|cubins?\b|\.config\b|\.nv\b|\.flashinfer|jit|tilelang|flashinfer_cubin|/tmp/)"
+_CUDA_LIB = (
+    r"(?:cuda|cudart|cudart_static|cudadevrt|nvrtc|cublas|cublasLt|curand|cusparse|cusolver|cufft"
+    r"|cupti|nvToolsExt|nvJitLink|cudnn|nvrtc-builtins|nvidia-ml|culibos)"
 )
 
 BUILD_RULES = (
-    rule("nvcc_not_found", "nvcc_not_found", r"Could not find nvcc|nvcc\S*: (?:command )?not found|nvcc not found|(?:No such file or directory|Permission denied)[:\s'\"]+\S*\bnvcc\b|\bnvcc\b['\"]?:? (?:No such file|Permission denied|cannot execute)|(?:cannot|can't|could not|unable to|failed to) (?:find|locate|execute|run) (?:the )?\W?nvcc|which: no nvcc|NVCC (?:compiler )?(?:is )?(?:not found|missing|unavailable)|nvcc is not (?:installed|available|in)|Could not find (?:the )?CUDA (?:installation|toolkit|compiler)"),
-    rule("nvcc_not_found", "cuda_home_unset", r"CUDA_HOME\W*(?:environment variable )?(?:is )?(?:not set|unset|missing|undefined|is None)|(?:set|find|detect|locate|determine) (?:the )?(?:`|')?CUDA_HOME|CUDA_HOME\W{0,3}(?:must be|needs to be|has to be|not found|could not be)|(?:CUDA_PATH|CUDA_ROOT|CUDAToolkit_ROOT) (?:is )?not set|assert (?:cuda|CUDA)_home is not None|CUDAToolkit \(missing", no=r"does not exist|is not a (?:folder|directory)"),
+    rule(
+        "nvcc_not_found",
+        "nvcc_not_found",
+        r"Could not find nvcc|nvcc\S*: (?:command )?not found|nvcc not found"
+        r"|(?:No such file or directory|Permission denied)[:\s'\"]+\S*\bnvcc\b"
+        r"|\bnvcc\b['\"]?:? (?:No such file|Permission denied|cannot execute)|(?:cannot|can't"
+        r"|could not|unable to|failed to) (?:find|locate|execute|run) (?:the )?\W?nvcc|which: no nvcc"
+        r"|NVCC (?:compiler )?(?:is )?(?:not found|missing|unavailable)|nvcc is not (?:installed"
+        r"|available|in)|Could not find (?:the )?CUDA (?:installation|toolkit|compiler)",
+    ),
+    rule(
+        "nvcc_not_found",
+        "cuda_home_unset",
+        r"CUDA_HOME\W*(?:environment variable )?(?:is )?(?:not set|unset|missing|undefined|is None)"
+        r"|(?:set|find|detect|locate|determine) (?:the )?(?:`|')?CUDA_HOME|CUDA_HOME\W{0,3}(?:must be"
+        r"|needs to be|has to be|not found|could not be)|(?:CUDA_PATH|CUDA_ROOT"
+        r"|CUDAToolkit_ROOT) (?:is )?not set|assert (?:cuda|CUDA)_home is not None"
+        r"|CUDAToolkit \(missing",
+        no=r"does not exist|is not a (?:folder|directory)",
+    ),
     rule("nvcc_not_found", "wrong_backend_compiler", r"bin/hipcc|hipcc\S*: (?:command )?not found|ROCM_HOME.*not"),
-    rule("cuda_home_invalid", "cuda_home_invalid", r"(?:^|[\s'\"=]):[/\w.-]*/bin/nvcc|/bin/nvcc:[/\w]|\bcuda_home = \S*:/|CUDA_HOME\b.{0,80}(?:does not exist|doesn't exist|is not a (?:folder|directory)|not a valid|points? to|relative|contains? ['\"]?:)"),
-    rule("cuda_home_invalid", "cuda_home_invalid", rf"fatal error: {_STD_HEADER}: No such file|#include_next <{_STD_HEADER}>|/usr/bin/nvcc\b.*-isystem /usr/include\b"),
-    rule("toolkit_incomplete", "cuda_lib64_missing", rf"cannot find -l{_CUDA_LIB}\b|(?:cannot|could not|unable to) (?:find|locate)\W+lib{_CUDA_LIB}(?:\.so|\.a)\b(?!\.\d)|library not found for -l{_CUDA_LIB}\b|ld.*{_CUDA_LIB}\.so: No such file", no=r"libcuda\.so\.1|libnvidia-ml"),
-    rule("toolkit_incomplete", "cuda_headers_missing", rf"(?:fatal error: ['\"]?|cannot open source file ['\"]|could not open ['\"]?){_CUDA_HEADER}['\"]?(?::|\W|$)|{_CUDA_HEADER}:? (?:No such file|file not found)"),
-    rule("toolkit_incomplete", "cicc_missing", rf"\b{_CUDA_TOOL}['\"]?: (?:\d+: )?(?:command )?(?:not found|No such file|Permission denied)|No such file or directory: ['\"]\S*{_CUDA_TOOL}['\"]|(?:cannot|can't|could not) (?:find|run|execute) (?:the )?\W?{_CUDA_TOOL}\b|libdevice\S*(?: not found|: No such)|Cannot find (?:a symlink to )?libdevice|nvvm\S* (?:not found|No such file)"),
-    rule("cuda_version_skew", "cuda_compiler_header_mismatch", r"CUDA compiler and CUDA toolkit headers are incompatible|\b(?:cub|thrust|cuda)::\S*.{0,160}has no member|namespace ['\"](?:cub|thrust|cuda)\S*['\"] has no member|fast_mod_div|Unsupported \.version [\d.]+; current version is|detected CUDA version \([\d.]+\) mismatches|CUDA version.{0,60}mismatch\w*.{0,80}(?:PyTorch|torch|compile)|(?:CCCL|libcu\+\+|libcudacxx|CUB|Thrust)\b.{0,80}(?:requires|incompatible|not (?:compatible|support)|version)|(?:identifier|name) ['\"]__\w*(?:nv_|cuda|cudart|tf32|fp8|fp4|grid_constant)\w*['\"] is undefined|nvcc.{0,60}version.{0,60}(?:differs|different|mismatch|does not match)", no=r"unsupported GNU version"),
-    rule("nvcc_too_old_for_gpu", "nvcc_too_old_for_gpu", r"Unsupported gpu architecture|SM ?\d+(?:\.\w|\d)?\+?\S* requires CUDA|nvcc\b.{0,80}(?:does not support|doesn't support|too old for)|requires (?:CUDA|nvcc)(?: toolkit)?(?: version)? ?(?:>=|at least|or newer)? ?1[2-9]\.\d|CUDA (?:toolkit )?1\d\.\d (?:or (?:newer|later|higher|above)|\+) (?:is )?required", no=r"flashinfer requires GPUs"),
-    rule("nvcc_too_old_for_gpu", "ptxas_too_old_for_gpu", r"Value ['\"]?sm_\w+['\"]? is not defined for option|ptxas\b.*(?:--?gpu-name|-arch)[= ]sm_\w+.*(?:returned|failed|exit|non-zero|error)|['\"]?sm_\w+['\"]? is not a recognized processor|target ['\"]?sm_\w+['\"]? (?:is )?(?:not|un)\W?(?:supported|recognized|defined)|LLVM ERROR: .*sm_\d+|unknown (?:target|gpu) (?:CPU )?['\"]?sm_\d+"),
-    rule("arch_list_wrong", "arch_list_wrong", r"FlashInfer requires (?:GPUs with )?sm|No supported CUDA architectures? found|no (?:valid|supported) (?:CUDA )?arch\w*", SYMPTOM),
-    rule("arch_list_wrong", "arch_list_wrong", r"Unknown CUDA arch|(?:TORCH|FLASHINFER)_CUDA_ARCH_LIST\b.{0,80}(?:invalid|malformed|unsupported|not (?:valid|support|match)|wrong|error|empty|cannot)|invalid (?:cuda )?arch(?:itecture)?(?: list)?\b.{0,20}['\"\d]"),
-    rule("arch_list_wrong", "arch_list_wrong", r"ValueError: (?:too many|not enough) values to unpack|ValueError: invalid literal for int\(\)", frame=r"compilation_context|cpp_extension|arch"),
-    rule("arch_list_wrong", "arch_list_wrong", r"compilation_context.{0,200}(?:values to unpack|invalid literal)|(?:values to unpack|invalid literal).{0,80}(?:compilation_context|arch_list)"),
-    rule("build_tools_missing", "build_tool_missing", rf"No such file or directory: ['\"](?:/usr/(?:local/)?bin/|/\S+/)?{_TOOL}['\"]|(?:^|[\s:/]){_TOOL}: (?:command )?not found|(?:^|\s)\S*/{_TOOL}: No such file or directory|unable to execute ['\"]?{_TOOL}|(?:FileNotFoundError|not found|missing)\W.{{0,30}}['\"]{_TOOL}['\"]|['\"]{_TOOL}['\"] (?:is )?(?:not found|missing)|cannot execute ['\"`]?(?:cc1plus|cc1|as|ld)"),
-    rule("build_tools_missing", "ninja_not_found", r"Ninja is required|(?:could not|cannot|can't|unable to) (?:find|locate|run) (?:the )?['\"`]?ninja|ninja (?:is )?not (?:found|installed|available|on)|which: no ninja|no module named '?ninja"),
-    rule("build_tools_missing", "host_compiler_missing", r"Failed to find (?:a )?C(?:\+\+)? compiler|No working C\+\+ compiler|InvalidCxxCompiler|no acceptable C compiler|(?:could not|cannot|unable to) (?:find|locate) (?:a |any |the )?(?:suitable |host |C(?:\+\+)? )*compiler|(?:C|C\+\+|CXX|host) compiler.{0,30}(?:not found|missing|not (?:able|installed))|No supported (?:gcc|host compiler)|Failed to preprocess host compiler|g(?:cc|\+\+) (?:is )?(?:not installed|not found)|error: command ['\"]\S*g(?:cc|\+\+)['\"] failed: No such"),
-    rule("build_tools_missing", "python_headers_missing", r"\bPython\.h\b|pyconfig\.h: No such file|python3?-dev\b.{0,40}(?:missing|required|install)"),
-    rule("build_tools_missing", "host_compiler_unsupported", r"unsupported GNU version|unsupported clang version|gcc versions? later than \d+|#error -- unsupported|host compiler.{0,40}(?:not supported|unsupported|too (?:new|old))|-allow-unsupported-compiler"),
-    rule("build_tools_missing", "host_header_missing", r"fatal error: ['\"]?[\w/.+-]+(?:\.h|\.hpp)?['\"]?: No such file|cannot find -l(?:stdc\+\+|gcc|gcc_s|c|m|python[\d.]*|pthread|dl|rt|numa|z)(?!\w)|cannot find (?:crt[1in]|Scrt1|crtbegin\w*)\.o", no=rf"fatal error: ['\"]?(?:{_CUDA_HEADER}|{_STD_HEADER}|flashinfer/|cutlass/|cute/|BatchedGemm|flashInferMeta|tvm/)"),
-    rule("jit_compile_oom", "jit_compile_oom", r"FAILED: \[code=137\]|died due to signal 9|Killed signal terminated program|virtual memory exhausted|fatal error: Killed|(?:cc1plus|cicc|ptxas|nvcc|cudafe\+\+|ninja)\b.{0,60}(?:\bKilled\b|signal 9\b|SIGKILL|out of memory|oom)|(?:oom|killed|out of memory).{0,60}\b(?:cc1plus|cicc|ptxas|nvcc|cudafe\+\+)\b|cc1plus: out of memory|c\+\+: internal compiler error: Killed|exit(?:ed with)? (?:code|status) 137.{0,40}(?:ninja|nvcc|compil)|(?:ninja|nvcc|compil\w+).{0,40}exit(?:ed with)? (?:code|status) 137"),
-    rule("jit_build_failed", "jit_build_failed", r"Ninja build failed|ninja exited with status|ninja: build stopped|Error building extension|(?:kernel|module|JIT) (?:compilation|build) failed|nvcc .*(?:exit|return)\w* (?:code|status) [1-9]|NVCC compilation failed|NVRTC_ERROR_COMPILATION|errors? detected in the compilation of|RuntimeError: Failed to (?:compile|build)|CompilationError", SYMPTOM),
-)
-CACHE_RULES = (
-    rule("jit_contention", "jit_lock_wait", r"file_baton\.py"),
-    rule("jit_contention", "jit_lock_wait", r"file_baton", frame=r"file_baton"),
-    rule("jit_contention", "jit_cache_on_network_fs", r"Stale file handle|\bESTALE\b|\[Errno 116\]|No locks available|\[Errno 37\]|\bENOLCK\b|\.nfs[0-9a-f]{6,}"),
-    rule("jit_contention", "jit_race", r"FileExistsError|\[Errno 17\]|os error 17\b", no=r"\.sock\b|/dev/shm|psm_"),
-    rule("jit_contention", "jit_race", r"cannot find \S+\.o\b|(?:/|\b)ld: .*\.o: (?:file not recognized|No such file|error adding)|\.o: file (?:not recognized|truncated)|Text file busy|\[Errno 26\]", no=r"crt[1in]\.o|Scrt1|crtbegin"),
-    rule("jit_contention", "jit_race", r"corrupt\w* (?:compil\w+|cache|artifact)|(?:compil\w+|cache) artifacts?.{0,40}(?:clobber|corrupt|overwrit)|clobber"),
-    rule("jit_contention", "jit_race", rf"(?:FileNotFoundError|OSError|No such file or directory|Directory not empty|\[Errno 39\]).*{CACHE_PATH}\S*(?:tmp\.pid|\.tmp|tmp_|\.lock|\.so\b|\.cubin|\.json|\.ptx|\.cu\b|\.o\b|__triton_launcher|\.ttir|\.llir|\.py\b)", no=r"Errno 30|Errno 13|Errno 28|model|config\.json|tokenizer|invalid ELF|too short|undefined symbol|JSONDecode|huggingface|/hub/|/dev/"),
-    rule("jit_contention", "jit_race", r"FileNotFoundError|Directory not empty|\[Errno 39\]", frame=r"triton/runtime/cache\.py|inductor/(?:codecache|runtime)|flashinfer/jit|deep_gemm|tvm_ffi/cpp"),
-    rule("jit_contention", "jit_race", r"(?:FileNotFoundError|FileExistsError|No such file)\b.{0,60}\b(?:triton|inductor|jit|kernel|compile)\b.{0,20}\bcache|\b(?:triton|inductor|jit|compile)\b.{0,20}\bcache\b.{0,60}(?:FileNotFoundError|FileExistsError)", no=r"huggingface|Errno 13|Errno 30|Errno 28"),
-    rule("jit_contention", "jit_lock_wait", r"(?:waiting|wait|blocked|stuck|spin\w*|block\w*)\b.{0,40}\b(?:for|on|at)\b.{0,30}\b(?:file ?lock|\.?lock file|flock|baton|jit lock|lock held|the lock)|filelock.{0,20}(?:timeout|\bwaits?\b)|Timeout: The file lock .* could not be acquired|(?:stale|leftover|left.?over|orphan\w*) \.?lock|lock (?:file )?(?:is |was )?(?:left|held|never released|not released)"),
-    rule("jit_cache_bad", "jit_cache_corrupt", r"invalid ELF header|\bfile too short|ELF load command|wrong ELF class|bad magic number|JSONDecodeError.*triton|(?:cubin|kernel|cached).{0,30}(?:is )?(?:corrupt|truncated|empty|zero.?(?:byte|length))"),
-    rule("jit_cache_bad", "jit_cache_corrupt", r"JSONDecodeError|UnpicklingError|EOFError|zlib\.error|ZstdError|bad marshal data|UnicodeDecodeError", frame=r"triton/(?:runtime|compiler)|codecache|inductor|flashinfer/(?:jit|autotuner)|torch/_?dynamo|compiler_interface|caching|backends\.py|fx_passes"),
-    rule("jit_cache_bad", "jit_cache_wrong_arch", rf"no kernel image.*{CACHE_PATH}|{CACHE_PATH}\S*\.so.*no kernel image"),
-    rule("jit_cache_bad", "jit_cache_wrong_arch", r"\w\.so\b.{0,40}\b(?:holds?|contains?|has|built|compiled|only)\b.{0,30}\b(?:sm|compute)_\d+"),
-    rule("jit_cache_bad", "jit_cache_stale", rf"(?:\.cache|cached_ops|torch_extensions|\.triton|torchinductor)\S*\.so: undefined symbol|(?:stale|outdated|old)\b.{{0,30}}\b(?:cached?|jit|compiled) (?:kernel|module|\.so|cache|entr)|(?:cached?|jit)\b.{{0,30}}\b(?:is |are |was )?(?:stale|outdated)\b"),
-    rule("jit_cache_not_writable", "jit_cache_not_writable", rf"(?:Permission denied|Read-only file system|Operation not permitted|PermissionError|not writable|EACCES|EROFS|os error 13|os error 30|\[Errno 13\]|\[Errno 30\]).*(?:{CACHE_PATH}|/root\b|/home/|/nonexistent|/var/lib/|/projects/)|(?:{CACHE_PATH}|/root|/home/\S*)\S*['\"]?:? ?\W{{0,3}}(?:is )?(?:Permission denied|Read-only file system|not writable)|(?:cannot|can't|could not|unable to|failed to) (?:create|write|make|open)\b.{{0,60}}(?:cache|\.triton|inductor)", no=r"/dev/nvidia|config\.json|safetensors|\.bin\b|(?:bin|lib)/nvcc|/models?/\S+\.(?:json|safetensors)"),
-    rule("jit_cache_not_writable", "jit_cache_not_writable", r"(?:generat|compil|build|jit|kernel|cubin|cutlass|triton|inductor)\w*\b.{0,60}(?:Permission denied|Read-only file system|Errno 13|Errno 30)|(?:Permission denied|Read-only file system)", HINT, no=r"/dev/nvidia|config\.json|safetensors|nvcc|huggingface|(?:sh|bash|env): |docker|ssh|sudo"),
-    rule("jit_cache_not_writable", "user_unresolvable", r"getpwuid\(\): uid not found|Could not determine home directory|no home directory|cannot find name for user ID|HOME(?: environment variable)? (?:is )?(?:not set|unset|not writable)"),
-    rule("cubin_unavailable", "cubin_download_failed", r"Max retries reached\. Download failed|edge\.urm\.nvidia\.com|(?:fail\w*|error\w*|unable|could not|cannot|timed? out)\b.{0,60}\b(?:download|fetch|get|obtain|load)\w*\b.{0,60}\bcubins?\b|cubins?\b.{0,60}\b(?:download|fetch)\w*\b.{0,30}(?:fail|error|timed? out)|(?:BatchedGemmEnums|flashInferMetaInfo|KernelMetaInfo)\S*\.h\b.{0,20}(?:not found|No such)|cubin.{0,40}(?:checksum|sha256|hash) mismatch|(?:fail\w*|error\w*) while fetching cubins?"),
-    rule("cubin_unavailable", "cubin_prefetch_incomplete", r"Artifact not found locally|cubins?\b.{0,40}(?:not found|missing|incomplete|does not exist)|FLASHINFER_NO_DOWNLOAD|missing cubins?"),
-    rule("cubin_unavailable", "jit_disabled_module_missing", r"FLASHINFER_DISABLE_JIT|MissingJITCacheError|JIT (?:compilation )?is disabled"),
-)
-_ABI = r"_ZNK?\w*(?:c10|2at|5torch|at6Tensor|at4|cuda)"
-LIBRARY_RULES = (
-    rule("runtime_lib_shadowed", "ld_library_path_shadowing", r"symbol:? \W?__nvJitLink|__nvJitLink\w*.{0,60}(?:undefined|not defined|version)|undefined symbol:? \W?(?:nccl[A-Z]|cublas|cudnn|cusparse|cusolver|cufft|nvrtc|nvJitLink)\w*|symbol \w+ version lib(?:nvJitLink|cublas|cusparse|cudnn|cudart|cufft)\S* not defined|cuDNN version incompatibility|PyTorch was compiled against .* but found runtime version|CUDNN_STATUS_(?:SUBLIBRARY_)?VERSION_MISMATCH"),
-    rule("runtime_lib_missing", "cuda_lib_missing_at_import", r"lib[\w+-]+(?:\.[\w-]+)*?\.so[.\d]*\W{0,3}(?:cannot open shared object|not found\b|: No such file)|cannot open shared object file: No such file|(?:could not|cannot|unable to|failed to) (?:load|find|dlopen|open)\b.{0,40}\blib(?!cuda\.so|nvidia-ml)[\w+-]+\.so|Library not found: lib|Unable to load any of \{?lib|DLL load failed", no=r"libcuda\.so|libnvidia-ml|invalid ELF|cached_ops|\.cache/|torch_extensions|link_cuda_dso"),
-    rule("runtime_lib_missing", "glibc_too_old", r"version [`'\"](?:GLIBC|GLIBCXX|CXXABI|GCC|OPENSSL)_[\w.]+['\"`]? not found|requires? glibc|GLIBC\w* ?(?:>=|too old)"),
-    rule("package_mismatch", "torch_abi_mismatch", rf"undefined symbol:? \W?(?:{_ABI}|aoti_torch|torch_|THP|_Z)|undefined symbol:?\s*(?:TVM|tvm)", no=r"\.cache/|cached_ops|torch_extensions/|__nvJitLink|libcuda\b"),
-    rule("package_mismatch", "torch_abi_mismatch", r"undefined symbol", HINT, no=r"__nvJitLink|\.cache/|cached_ops|torch_extensions|nccl[A-Z]|cublas|cudnn|cusparse"),
-    rule("package_mismatch", "flashinfer_package_mismatch", r"does not match flashinfer version|flashinfer-(?:cubin|jit-cache)\b.{0,60}(?:does not match|mismatch|incompatible)", no=r"Ignoring incompatible"),
-    rule("package_mismatch", "package_too_old", r"minimum required version|which is less than the (?:minimum )?required|is installed with version .*(?:required|less than)|(?:requires|required|need\w*|Please install|Please upgrade|Please update)\b.{0,40}\b(?:sgl.kernel|sglang.kernel|flashinfer\w*|transformers|torch|triton|xgrammar|tokenizers|tvm.ffi|outlines|vllm|numpy|protobuf|nccl)\b.{0,6}(?:[><=!~]=?|version|at least)\W*\d|VersionConflict|DistributionNotFound|PackageNotFoundError|requires numpy[<>]|compiled using NumPy 1|numpy\.\w+ size changed|(?:sgl.kernel|flashinfer|torch|triton|transformers|xgrammar|tvm.ffi)\S* version.{0,40}(?:mismatch|incompatible|too old|not (?:match|compatible))|(?:is|are) incompatible with (?:the )?installed|pip.{0,20}dependency resolver|has requirement .* but you have", no=r"Ignoring incompatible|does not recognize"),
-    rule("package_mismatch", "package_broken", r"ImportError: cannot import name|ModuleNotFoundError|No module named '|AttributeError: module '(?:flashinfer|sgl_kernel|torch|triton|transformers|xgrammar|outlines|tvm_ffi|cutlass|numpy|vllm|deep_gemm|google|huggingface_hub|cuda|flash_attn)[\w.]*' has no attribute|'_OpNamespace' '\w+' object has no attribute|operator \w+::\w+ does not exist|(?:sgl_kernel|flashinfer|vllm|_C)::\w+\(\) (?:is missing|expected|Expected|takes)|Torch not compiled with CUDA|not compiled with CUDA (?:enabled|support)|schema.{0,30}mismatch|Could not import module|Descriptors cannot be created directly", no=r"No module named '?ninja|Ignore import|transformers_modules"),
-    rule("package_mismatch", "api_mismatch", r"TypeError: .*(?:got an unexpected keyword argument|missing \d+ required positional|takes \d+ positional arguments? but|takes from \d+ to)|(?:AttributeError|TypeError): .*(?:incompatible function arguments|has no attribute '(?:plan|forward|run|begin_forward)')|Mismatched (?:number of arguments|type on argument)", frame=r"flashinfer|sgl_kernel|triton|xgrammar|tvm_ffi|outlines|deep_gemm|flash_attn|vllm/_"),
-    rule("package_mismatch", "api_mismatch", r"(?:Wrapper|flashinfer|sgl_kernel|xgrammar|triton|deep_gemm)\w*(?:\.\w+)*\(\) (?:got an unexpected keyword|missing \d+ required|takes )"),
-    rule("no_kernel_image", "no_kernel_image_for_gpu", r"no kernel image is available|NoKernelImageForDevice|invalid device function|NO_BINARY_FOR_GPU|cudaErrorInvalidDeviceFunction"),
-    rule("no_kernel_image", "no_kernel_image_for_gpu", r"is not compatible with the current PyTorch installation", HINT),
+    rule(
+        "cuda_home_invalid",
+        "cuda_home_invalid",
+        r"(?:^|[\s'\"=]):[/\w.-]*/bin/nvcc|/bin/nvcc:[/\w]|\bcuda_home = \S*:/"
+        r"|CUDA_HOME\b.{0,80}(?:does not exist|doesn't exist|is not a (?:folder|directory)"
+        r"|not a valid|points? to|relative|contains? ['\"]?:)",
+    ),
+    rule(
+        "cuda_home_invalid",
+        "cuda_home_invalid",
+        rf"fatal error: {_STD_HEADER}: No such file|#include_next <{_STD_HEADER}>"
+        r"|/usr/bin/nvcc\b.*-isystem /usr/include\b",
+    ),
+    rule(
+        "toolkit_incomplete",
+        "cuda_lib64_missing",
+        rf"cannot find -l{_CUDA_LIB}\b|(?:cannot|could not|unable to) (?:find"
+        rf"|locate)\W+lib{_CUDA_LIB}(?:\.so|\.a)\b(?!\.\d)|library not found for -l{_CUDA_LIB}\b"
+        rf"|ld.*{_CUDA_LIB}\.so: No such file",
+        no=r"libcuda\.so\.1|libnvidia-ml",
+    ),
+    rule(
+        "toolkit_incomplete",
+        "cuda_headers_missing",
+        r"(?:fatal error: ['\"]?|cannot open source file ['\"]"
+        rf"|could not open ['\"]?){_CUDA_HEADER}['\"]?(?::|\W|$)|{_CUDA_HEADER}:? (?:No such file"
+        r"|file not found)",
+    ),
+    rule(
+        "toolkit_incomplete",
+        "cicc_missing",
+        rf"\b{_CUDA_TOOL}['\"]?: (?:\d+: )?(?:command )?(?:not found|No such file|Permission denied)"
+        rf"|No such file or directory: ['\"]\S*{_CUDA_TOOL}['\"]|(?:cannot|can't|could not) (?:find"
+        rf"|run|execute) (?:the )?\W?{_CUDA_TOOL}\b|libdevice\S*(?: not found|: No such)"
+        r"|Cannot find (?:a symlink to )?libdevice|nvvm\S* (?:not found|No such file)",
+    ),
+    rule(
+        "cuda_version_skew",
+        "cuda_compiler_header_mismatch",
+        r"CUDA compiler and CUDA toolkit headers are incompatible|\b(?:cub|thrust"
+        r"|cuda)::\S*.{0,160}has no member|namespace ['\"](?:cub|thrust|cuda)\S*['\"] has no member"
+        r"|fast_mod_div|Unsupported \.version [\d.]+; current version is"
+        r"|detected CUDA version \([\d.]+\) mismatches"
+        r"|CUDA version.{0,60}mismatch\w*.{0,80}(?:PyTorch|torch|compile)|(?:CCCL|libcu\+\+"
+        r"|libcudacxx|CUB|Thrust)\b.{0,80}(?:requires|incompatible|not (?:compatible|support)"
+        r"|version)|(?:identifier|name) ['\"]__\w*(?:nv_|cuda|cudart|tf32|fp8|fp4"
+        r"|grid_constant)\w*['\"] is undefined|nvcc.{0,60}version.{0,60}(?:differs|different|mismatch"
+        r"|does not match)",
+        no=r"unsupported GNU version",
+    ),
+    rule(
+        "nvcc_too_old_for_gpu",
+        "nvcc_too_old_for_gpu",
+        r"Unsupported gpu architecture|SM ?\d+(?:\.\w|\d)?\+?\S* requires CUDA"
+        r"|nvcc\b.{0,80}(?:does not support|doesn't support|too old for)|requires (?:CUDA"
+        r"|nvcc)(?: toolkit)?(?: version)? ?(?:>=|at least|or newer)? ?1[2-9]\.\d"
+        r"|CUDA (?:toolkit )?1\d\.\d (?:or (?:newer|later|higher|above)|\+) (?:is )?required",
+        no=r"flashinfer requires GPUs",
+    ),
+    rule(
+        "nvcc_too_old_for_gpu",
+        "ptxas_too_old_for_gpu",
+        r"Value ['\"]?sm_\w+['\"]? is not defined for option|ptxas\b.*(?:--?gpu-name"
+        r"|-arch)[= ]sm_\w+.*(?:returned|failed|exit|non-zero|error)"
+        r"|['\"]?sm_\w+['\"]? is not a recognized processor|target ['\"]?sm_\w+['\"]? (?:is )?(?:not"
+        r"|un)\W?(?:supported|recognized|defined)|LLVM ERROR: .*sm_\d+|unknown (?:target"
+        r"|gpu) (?:CPU )?['\"]?sm_\d+",
+    ),
+    rule(
+        "arch_list_wrong",
+        "arch_list_wrong",
+        r"FlashInfer requires (?:GPUs with )?sm|No supported CUDA architectures? found|no (?:valid"
+        r"|supported) (?:CUDA )?arch\w*",
+        SYMPTOM,
+    ),
+    rule(
+        "arch_list_wrong",
+        "arch_list_wrong",
+        r"Unknown CUDA arch|(?:TORCH|FLASHINFER)_CUDA_ARCH_LIST\b.{0,80}(?:invalid|malformed"
+        r"|unsupported|not (?:valid|support|match)|wrong|error|empty|cannot)"
+        r"|invalid (?:cuda )?arch(?:itecture)?(?: list)?\b.{0,20}['\"\d]",
+    ),
+    rule(
+        "arch_list_wrong",
+        "arch_list_wrong",
+        r"ValueError: (?:too many|not enough) values to unpack|ValueError: invalid literal for int\(\)",
+        frame=r"compilation_context|cpp_extension|arch",
+    ),
+    rule(
+        "arch_list_wrong",
+        "arch_list_wrong",
+        r"compilation_context.{0,200}(?:values to unpack|invalid literal)|(?:values to unpack"
+        r"|invalid literal).{0,80}(?:compilation_context|arch_list)",
+    ),
+    rule(
+        "build_tools_missing",
+        "build_tool_missing",
+        rf"No such file or directory: ['\"](?:/usr/(?:local/)?bin/|/\S+/)?{_TOOL}['\"]|(?:^"
+        rf"|[\s:/]){_TOOL}: (?:command )?not found|(?:^|\s)\S*/{_TOOL}: No such file or directory"
+        rf"|unable to execute ['\"]?{_TOOL}|(?:FileNotFoundError|not found"
+        rf"|missing)\W.{{0,30}}['\"]{_TOOL}['\"]|['\"]{_TOOL}['\"] (?:is )?(?:not found|missing)"
+        r"|cannot execute ['\"`]?(?:cc1plus|cc1|as|ld)",
+    ),
+    rule(
+        "build_tools_missing",
+        "ninja_not_found",
+        r"Ninja is required|(?:could not|cannot|can't|unable to) (?:find|locate"
+        r"|run) (?:the )?['\"`]?ninja|ninja (?:is )?not (?:found|installed|available|on)"
+        r"|which: no ninja|no module named '?ninja",
+    ),
+    rule(
+        "build_tools_missing",
+        "host_compiler_missing",
+        r"Failed to find (?:a )?C(?:\+\+)? compiler|No working C\+\+ compiler|InvalidCxxCompiler"
+        r"|no acceptable C compiler|(?:could not|cannot|unable to) (?:find|locate) (?:a |any "
+        r"|the )?(?:suitable |host |C(?:\+\+)? )*compiler|(?:C|C\+\+|CXX"
+        r"|host) compiler.{0,30}(?:not found|missing|not (?:able|installed))|No supported (?:gcc"
+        r"|host compiler)|Failed to preprocess host compiler|g(?:cc|\+\+) (?:is )?(?:not installed"
+        r"|not found)|error: command ['\"]\S*g(?:cc|\+\+)['\"] failed: No such",
+    ),
+    rule(
+        "build_tools_missing",
+        "python_headers_missing",
+        r"\bPython\.h\b|pyconfig\.h: No such file|python3?-dev\b.{0,40}(?:missing|required|install)",
+    ),
+    rule(
+        "build_tools_missing",
+        "host_compiler_unsupported",
+        r"unsupported GNU version|unsupported clang version|gcc versions? later than \d+"
+        r"|#error -- unsupported|host compiler.{0,40}(?:not supported|unsupported|too (?:new|old))"
+        r"|-allow-unsupported-compiler",
+    ),
+    rule(
+        "build_tools_missing",
+        "host_header_missing",
+        r"fatal error: ['\"]?[\w/.+-]+(?:\.h|\.hpp)?['\"]?: No such file|cannot find -l(?:stdc\+\+"
+        r"|gcc|gcc_s|c|m|python[\d.]*|pthread|dl|rt|numa|z)(?!\w)|cannot find (?:crt[1in]|Scrt1"
+        r"|crtbegin\w*)\.o",
+        no=rf"fatal error: ['\"]?(?:{_CUDA_HEADER}|{_STD_HEADER}|flashinfer/|cutlass/|cute/|BatchedGemm"
+        r"|flashInferMeta|tvm/)",
+    ),
+    rule(
+        "jit_compile_oom",
+        "jit_compile_oom",
+        r"FAILED: \[code=137\]|died due to signal 9|Killed signal terminated program"
+        r"|virtual memory exhausted|fatal error: Killed|(?:cc1plus|cicc|ptxas|nvcc|cudafe\+\+"
+        r"|ninja)\b.{0,60}(?:\bKilled\b|signal 9\b|SIGKILL|out of memory|oom)|(?:oom|killed"
+        r"|out of memory).{0,60}\b(?:cc1plus|cicc|ptxas|nvcc|cudafe\+\+)\b|cc1plus: out of memory"
+        r"|c\+\+: internal compiler error: Killed|exit(?:ed with)? (?:code|status) 137.{0,40}(?:ninja"
+        r"|nvcc|compil)|(?:ninja|nvcc|compil\w+).{0,40}exit(?:ed with)? (?:code|status) 137",
+    ),
+    rule(
+        "jit_build_failed",
+        "jit_build_failed",
+        r"Ninja build failed|ninja exited with status|ninja: build stopped|Error building extension"
+        r"|(?:kernel|module|JIT) (?:compilation|build) failed|nvcc .*(?:exit|return)\w* (?:code"
+        r"|status) [1-9]|NVCC compilation failed|NVRTC_ERROR_COMPILATION"
+        r"|errors? detected in the compilation of|RuntimeError: Failed to (?:compile|build)"
+        r"|CompilationError",
+        SYMPTOM,
+    ),
 )

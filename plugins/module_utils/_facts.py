@@ -19,10 +19,16 @@ from typing import Any
 
 from ansible_collections.gpufleet.sglang.plugins.module_utils._diagnose_facts import Facts
 from ansible_collections.gpufleet.sglang.plugins.module_utils._facts_packages import unmet_pins
-from ansible_collections.gpufleet.sglang.plugins.module_utils._gpus import device_nodes, kernel_module_version, query, with_processes
+from ansible_collections.gpufleet.sglang.plugins.module_utils._gpus import (
+    device_nodes,
+    kernel_module_version,
+    query,
+    with_processes,
+)
 from ansible_collections.gpufleet.sglang.plugins.module_utils._host import Host, disks, shared_memory_mib
 from ansible_collections.gpufleet.sglang.plugins.module_utils._instance import Instance
 from ansible_collections.gpufleet.sglang.plugins.module_utils._runner import TIMED_OUT, Runner
+from ansible_collections.gpufleet.sglang.plugins.module_utils._systemd import unit_of_pid
 
 LIMIT = 2.5  # s for one look; all looks run side by side
 CACHES = (
@@ -131,7 +137,7 @@ def device_of(instance: Instance) -> str:
     at = words.index("--device") if "--device" in words else -1
     if 0 <= at < len(words) - 1:
         return words[at + 1]
-    return "cuda" if instance.uuid or not words else "cuda"
+    return "cuda"
 
 
 def oom_kills(control_group: str, root: str = "/sys/fs/cgroup") -> int | None:
@@ -174,7 +180,8 @@ def proxy_problem(environment: Mapping[str, str]) -> str:
 def _kernel(runner: Runner, seen: Seen) -> dict[str, Any]:
     since = max(0.0, seen.now - seen.started) + 5.0 if seen.started else 600.0
     done = runner.run(
-        ["journalctl", "-k", "--quiet", "--no-pager", "-o", "cat", f"--since=-{since:.0f}s", "--lines=2000"], timeout=LIMIT
+        ["journalctl", "-k", "--quiet", "--no-pager", "-o", "cat", f"--since=-{since:.0f}s", "--lines=2000"],
+        timeout=LIMIT,
     )
     wanted = re.compile(r"NVRM|Xid|oom|Out of memory|blocked for more|avc:|AER:")
     return {"kernel": tuple(line for line in done.stdout.splitlines() if wanted.search(line))[:50]}
@@ -204,7 +211,9 @@ def _folders(runner: Runner, instance: Instance, proc: str) -> dict[str, Any]:
     host = Host(runner, proc)
     wanted = [*paths, "/tmp"]
     found: dict[str, Any] = {
-        "disks": {item["path"]: item["free_mib"] for item in disks(host, wanted, LIMIT) if item["free_mib"] is not None},
+        "disks": {
+            item["path"]: item["free_mib"] for item in disks(host, wanted, LIMIT) if item["free_mib"] is not None
+        },
         "shm_mib": shared_memory_mib(host),
     }
     values = _show(runner, instance)
@@ -218,7 +227,11 @@ def _folders(runner: Runner, instance: Instance, proc: str) -> dict[str, Any]:
     told = dict(line.rsplit(" ", 1) for line in done.stdout.splitlines() if " " in line)
     allowed = values.get("ReadWritePaths", "").split()
     strict = values.get("ProtectSystem") == "strict"
-    outside = [path for path in paths if strict and not any(_inside(path, top) for top in allowed) and path != environment.get("HOME")]
+    outside = [
+        path
+        for path in paths
+        if strict and not any(_inside(path, top) for top in allowed) and path != environment.get("HOME")
+    ]
     found["unwritable"] = [path for path in paths if told.get(path) == "no"] + [
         f"{path} (not in ReadWritePaths=)" for path in outside if told.get(path) == "ok"
     ]
@@ -294,7 +307,9 @@ def _gpu(runner: Runner, instance: Instance, proc: str) -> dict[str, Any]:
     if not failed:
         others = [item for item in listed[0].processes if item.unit != instance.unit]
         found["held_mib"] = sum(item.used_mib or 0 for item in others)
-        found["holders"] = [f"pid {item.pid} ({item.command}{', ' + item.unit if item.unit else ''})" for item in others]
+        found["holders"] = [
+            f"pid {item.pid} ({item.command}{', ' + item.unit if item.unit else ''})" for item in others
+        ]
     return found
 
 
@@ -306,8 +321,6 @@ def on_its_gpu(runner: Runner, instances: Sequence[Instance], timeout: float = L
     done = runner.run(["nvidia-smi", "--query-compute-apps=gpu_uuid,pid", "--format=csv,noheader"], timeout=timeout)
     if done.rc != 0 or done.rc == TIMED_OUT:
         return {}
-    from ansible_collections.gpufleet.sglang.plugins.module_utils._systemd import unit_of_pid
-
     where: dict[str, set[str]] = {}
     for line in done.stdout.splitlines():
         uuid, _sep, pid = line.partition(",")

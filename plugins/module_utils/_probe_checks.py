@@ -16,7 +16,12 @@ import re
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from ansible_collections.gpufleet.sglang.plugins.module_utils._answers import Answer, Finding, judge_answers, same_sample
+from ansible_collections.gpufleet.sglang.plugins.module_utils._answers import (
+    Answer,
+    Finding,
+    judge_answers,
+    same_sample,
+)
 
 SAMPLES = 2
 TOKENS = 10

@@ -46,9 +46,7 @@ class Remedy:
         return f"{self.setting} is {self.after:g} instead of {wanted} (remedy for {self.code})"
 
 
-def choose(
-    server: Mapping[str, Any], limits: Mapping[str, Any], current: float | None, cpus: int
-) -> Remedy | None:
+def choose(server: Mapping[str, Any], limits: Mapping[str, Any], current: float | None, cpus: int) -> Remedy | None:
     """Return the next value for a server that failed, None where none is safe or allowed."""
     found = server.get("diagnosis") or {}
     code = str(found.get("code"))
@@ -71,7 +69,9 @@ def choose(
     return Remedy(int(server["gpu"]), code, setting, current, after, evidence[:300]) if allowed else None
 
 
-def current_value(setting: str, own: Mapping[str, Any], settings: Mapping[str, Any], environment: Mapping[str, Any]) -> float | None:
+def current_value(
+    setting: str, own: Mapping[str, Any], settings: Mapping[str, Any], environment: Mapping[str, Any]
+) -> float | None:
     """Return what the inventory asks for: the GPU's own entry before the fleet's."""
     if setting == ENVIRONMENT:
         value = (own.get("environment") or {}).get(setting, environment.get(setting))

@@ -1,7 +1,7 @@
 # Copyright: The gpufleet.sglang contributors
 # GNU General Public License v3.0+ (see LICENSE or https://www.gnu.org/licenses/gpl-3.0.txt)
 # PRIVATE to the collection gpufleet.sglang: may change at any time.
-"""Servers of one host beside each other: a GPU that is not the one meant, one that is far slower, one that answers differently.
+"""Servers of one host beside each other: one on a GPU that is not its own, a far slower one, one that differs.
 
 For servers that are ready. What stands out is told in their diagnosis; only the wrong device makes a server unhealthy.
 """
@@ -37,6 +37,21 @@ def note(code: str, detail: str, evidence: str, remedy: str = "") -> dict[str, A
     }
 
 
+def stand_out(servers: list[dict[str, Any]], places: Mapping[str, tuple[bool, str]]) -> list[dict[str, Any]]:
+    """Put into the servers what only shows beside the others; places: by unit, is it on its GPU, and where else."""
+    said = compare(servers)
+    for server in servers:
+        right, others = places.get(server["unit"], (True, ""))
+        if not right:
+            where = f"on GPU {others} instead of {server['uuid']}" if others else "on no GPU at all"
+            detail = "gpu_selection_wrong" if others else "silent_cpu_fallback"
+            server["diagnosis"] = note("wrong_device", detail, f"the server's processes are {where}")
+            server["state"], server["reason"] = "unhealthy", f"its processes are {where}"
+        elif server["unit"] in said:
+            server["diagnosis"] = said[server["unit"]]
+    return servers
+
+
 def compare(servers: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
     """Return what stands out, by unit; servers of one model only are compared."""
     found: dict[str, dict[str, Any]] = {}
@@ -61,7 +76,12 @@ def _slow(server: Mapping[str, Any], others: Sequence[Mapping[str, Any]]) -> dic
     if not rate or len(rates) < MIN_SIBLINGS or rate * SLOWER >= statistics.median(rates):
         return None
     text = f"{rate:g} tokens/s where its siblings give {statistics.median(rates):g}"
-    return note("state_degraded", "slower_than_siblings", text, "See what else uses this GPU, its clocks (nvidia-smi -q -d PERFORMANCE) and its slot")
+    return note(
+        "state_degraded",
+        "slower_than_siblings",
+        text,
+        "See what else uses this GPU, its clocks (nvidia-smi -q -d PERFORMANCE) and its slot",
+    )
 
 
 def _differs(server: Mapping[str, Any], others: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
@@ -71,4 +91,9 @@ def _differs(server: Mapping[str, Any], others: Sequence[Mapping[str, Any]]) -> 
     if not common or mine == common or count < len(theirs):
         return None
     text = f"its greedy answer begins {mine!r} where all {count} siblings begin {common!r}"
-    return note("output_wrong", "differs_from_siblings", text, "Compare its packages, caches and settings with its siblings'; test the GPU")
+    return note(
+        "output_wrong",
+        "differs_from_siblings",
+        text,
+        "Compare its packages, caches and settings with its siblings'; test the GPU",
+    )

@@ -37,7 +37,7 @@ from ansible_collections.gpufleet.sglang.plugins.module_utils._listeners import 
 )
 from ansible_collections.gpufleet.sglang.plugins.module_utils._probe import Probe, ProbeOptions, ProbeResult
 from ansible_collections.gpufleet.sglang.plugins.module_utils._runner import Runner
-from ansible_collections.gpufleet.sglang.plugins.module_utils._siblings import compare
+from ansible_collections.gpufleet.sglang.plugins.module_utils._siblings import stand_out
 from ansible_collections.gpufleet.sglang.plugins.module_utils._systemd import (
     UnitState,
     cgroup_pids,
@@ -54,6 +54,7 @@ PROBE_EVERY = 1.0  # s between two questions to a server that is not ready
 COMPILERS = frozenset(("nvcc", "cicc", "ptxas", "ninja", "cc1plus", "cudafe++", "fatbinary"))
 
 Explain = Callable[[Sequence[Case]], dict[str, dict[str, Any]]]
+Place = Callable[[Sequence[Instance]], dict[str, tuple[bool, str]]]  # by unit: on its GPU?, on which others
 
 
 class World(Protocol):
@@ -181,8 +182,9 @@ class Watch:
         invocations: Mapping[str, str] | None = None,
         state: Mapping[str, Any] | None = None,
         explain: Explain | None = None,
+        place: Place | None = None,
     ) -> None:
-        self.explain = explain
+        self.explain, self.place = explain, place
         self.world, self.instances, self.host = world, list(instances), host
         self.invocations = {short(unit): value for unit, value in (invocations or {}).items()}
         carried = (state or {}).get("units", {})
@@ -285,16 +287,22 @@ class Watch:
             }
             for item in self.instances
         ]
-        for unit, said in compare(servers).items():
-            next(server for server in servers if server["unit"] == unit)["diagnosis"] = said
-        return servers
+        ready = {server["unit"] for server in servers if server["state"] == "ready"}
+        asked = [item for item in self.instances if item.unit in ready and item.uuid]
+        return stand_out(servers, self.place(asked) if self.place and asked else {})
 
     def _whys(self, looks: Mapping[str, Look], verdicts: Mapping[str, Verdict]) -> dict[str, dict[str, Any]]:
         """Explain the servers that are decided and not well."""
-        bad = [item for item in self.instances if verdicts[item.unit].state in FAILED and self._decided(verdicts[item.unit])]
+        bad = [
+            item
+            for item in self.instances
+            if verdicts[item.unit].state in FAILED and self._decided(verdicts[item.unit])
+        ]
         if not bad or self.explain is None:
             return {}
-        return self.explain([Case(item, self.memories[item.unit], looks[item.unit], verdicts[item.unit]) for item in bad])
+        return self.explain(
+            [Case(item, self.memories[item.unit], looks[item.unit], verdicts[item.unit]) for item in bad]
+        )
 
     def _decided(self, verdict: Verdict) -> bool:
         return verdict.terminal or self.single

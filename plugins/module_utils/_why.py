@@ -146,7 +146,9 @@ class Explainer:
         titles = [command_of(pid) for pid in cgroup_pids(case.look.unit.control_group)]
         if not any("sglang" in title for title in titles):
             return []
-        return [name for name in ("scheduler", "detokenizer") if not any(f"sglang::{name}" in title for title in titles)]
+        return [
+            name for name in ("scheduler", "detokenizer") if not any(f"sglang::{name}" in title for title in titles)
+        ]
 
     def options(self, instance: Instance) -> EngineOptions | None:
         """Return the option list of the engine a server runs, None when it is not there."""

@@ -75,7 +75,7 @@ options:
         type: str
       chat_tokens:
         description:
-          - Also ask a chat for at most so many tokens; its content must not end up in C(reasoning_content). 0 asks none.
+          - Also ask a chat for at most so many tokens; its content must not end up in C(reasoning_content).
         type: int
         default: 0
       timeout:
@@ -281,6 +281,7 @@ watch_state:
 from pathlib import Path
 
 from ansible.module_utils.basic import AnsibleModule
+from ansible_collections.gpufleet.sglang.plugins.module_utils._facts import on_its_gpu
 from ansible_collections.gpufleet.sglang.plugins.module_utils._health import Limits, failure_message
 from ansible_collections.gpufleet.sglang.plugins.module_utils._instance import PlanFileError
 from ansible_collections.gpufleet.sglang.plugins.module_utils._journal import ProcessLines
@@ -340,6 +341,7 @@ def main() -> None:
             params["invocations"],
             state,
             Explainer(SubprocessRunner(), ProcessLines(), str(Path(params["plan"]).parent)),
+            lambda instances: on_its_gpu(SubprocessRunner(), instances),
         )
         if waits:
             limits = Limits(params["progress_timeout"], params["timeout"])

@@ -14,9 +14,9 @@ author:
   - gpufleet.sglang contributors (@gpufleet)
 description:
   - For V(gpu_oom) while graphs are captured, V(kv_pool_too_small) and V(jit_compile_oom) there is one number whose
-    next value is a safe thing to try. This module chooses it for each server that failed with one of these codes, once
-    per GPU and never beyond O(limits), and writes it into C(remedies.json) in O(config_dir).
-  - M(gpufleet.sglang.sglang_plan) applies what is written there as long as the inventory asks for the value that failed.
+    next value is a safe thing to try. This module chooses it for each server that failed with one of these codes,
+    once per GPU and never beyond O(limits), and writes it into C(remedies.json) in O(config_dir).
+  - M(gpufleet.sglang.sglang_plan) applies what is written there while the inventory asks for the value that failed.
 options:
   servers:
     description: What M(gpufleet.sglang.sglang_health) returned.
@@ -26,8 +26,8 @@ options:
   limits:
     description:
       - How far each remedy may go, by code. A code that is not named is left alone.
-      - V(gpu_oom) lowers C(mem_fraction_static) by 0.05 down to this, V(kv_pool_too_small) raises it by 0.03 up to this,
-        V(jit_compile_oom) halves C(MAX_JOBS) down to this.
+      - V(gpu_oom) lowers C(mem_fraction_static) by 0.05 down to this, V(kv_pool_too_small) raises it by 0.03 up
+        to this, V(jit_compile_oom) halves C(MAX_JOBS) down to this.
     type: dict
     default: {}
   instances:
@@ -123,9 +123,7 @@ def main() -> None:
     module = AnsibleModule(argument_spec=ARGUMENTS, supports_check_mode=True)
     params = module.params
     before = _remedies.read(params["config_dir"])
-    known = _remedies.valid(
-        before, params["limits"], params["instances"], params["settings"], params["environment"]
-    )
+    known = _remedies.valid(before, params["limits"], params["instances"], params["settings"], params["environment"])
     chosen = {}
     for server in params["servers"]:
         gpu = int(server["gpu"])

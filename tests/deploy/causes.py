@@ -73,7 +73,8 @@ CAUSES = [
             {"--enable-metrics": ""},
             environment={"TMPDIR": "/srv/full"},
             before="mkdir -p /srv/full; mount -t tmpfs -o size=64k,nr_inodes=16,mode=1777 tmpfs /srv/full;"
-            " dd if=/dev/zero of=/srv/full/fill bs=1k 2>/dev/null; for i in $(seq 20); do mkdir /srv/full/$i; done 2>/dev/null; true",
+            " dd if=/dev/zero of=/srv/full/fill bs=1k 2>/dev/null;"
+            " for i in $(seq 20); do mkdir /srv/full/$i; done 2>/dev/null; true",
         ),
     ],
     [
@@ -98,7 +99,12 @@ CAUSES = [
             "mem-fraction-static",
             {"--max-total-tokens": None, "--mem-fraction-static": "0.000001"},
         ),
-        Cause("out of memory in its cgroup", "host_oom", "oom|OOM|memory", lines="MemoryMax=900M\nMemoryLimit=900M\nMemorySwapMax=0"),
+        Cause(
+            "out of memory in its cgroup",
+            "host_oom",
+            "oom|OOM|memory",
+            lines="MemoryMax=900M\nMemoryLimit=900M\nMemorySwapMax=0",
+        ),
         Cause(
             "damaged weights",
             "weights_corrupt",
@@ -130,7 +136,10 @@ class Bench:
         words.pop("--sleep-on-idle", None)
         port = str(PORT + number)
         wanted = {**words, "--port": port, **cause.args}
-        argv = [*self.argv[:3], *(word for key, value in wanted.items() if value is not None for word in (key, value) if word)]
+        argv = [
+            *self.argv[:3],
+            *(word for key, value in wanted.items() if value is not None for word in (key, value) if word),
+        ]
         if cause.script:
             argv = [self.argv[0], "-c", cause.script]
         return {
@@ -195,7 +204,8 @@ class Bench:
         self.fleet.wait(lambda: self.fleet.sh(f"{said} && echo yes; true").strip(), 150, f"{cause.name}: {line}")
         time.sleep(1.5)
         group = self.fleet.sh(
-            f"g=$(systemctl show -p ControlGroup --value {unit}); for r in /sys/fs/cgroup /sys/fs/cgroup/systemd /sys/fs/cgroup/unified;"
+            f"g=$(systemctl show -p ControlGroup --value {unit});"
+            " for r in /sys/fs/cgroup /sys/fs/cgroup/systemd /sys/fs/cgroup/unified;"
             " do [ -e $r$g/cgroup.procs ] && echo $r$g && break; done; true"
         ).strip()
         self.fleet.sh(command.replace("{group}", group).replace("{unit}", unit))
@@ -213,7 +223,8 @@ class Bench:
         """Take everything away again."""
         self.fleet.sh(
             "systemctl stop 'cause*' squatter 2>/dev/null; umount /srv/full 2>/dev/null;"
-            " rm -rf /etc/systemd/system/cause*.service /etc/sglang/cause*.env /srv/weightless /srv/damaged /srv/readonly /srv/full;"
+            " rm -rf /etc/systemd/system/cause*.service /etc/sglang/cause*.env"
+            " /srv/weightless /srv/damaged /srv/readonly /srv/full;"
             " systemctl daemon-reload; systemctl reset-failed; true",
             rc=None,
             timeout=120,

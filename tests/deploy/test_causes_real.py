@@ -16,13 +16,15 @@ def bench(fleet, tmp_path_factory):
     bench = Bench(fleet, tmp_path_factory.mktemp("causes"))
     bench.clean()
     # room for the others: the fleet itself is only needed where its port is
-    fleet.sh("systemctl stop sglang@1 sglang@2")
+    fleet.sh("systemctl stop --no-block sglang@1 sglang@2; systemctl kill -s KILL sglang@1 sglang@2", rc=None)
     yield bench
     bench.clean()
     fleet.sh("systemctl start sglang.target")
 
 
-@pytest.mark.parametrize("group", range(len(CAUSES)), ids=[", ".join(cause.name for cause in group) for group in CAUSES])
+@pytest.mark.parametrize(
+    "group", range(len(CAUSES)), ids=[", ".join(cause.name for cause in group) for group in CAUSES]
+)
 def test_causes(fleet, bench, group):
     causes = CAUSES[group]
     instances = bench.start(causes, 10 * group)
@@ -37,10 +39,15 @@ def test_causes(fleet, bench, group):
     for cause, server in zip(causes, servers, strict=True):
         said = server["diagnosis"] or {}
         number = server["gpu"]
-        named = [when for when, text in run.lines if re.search(rf"GPU {number} cause{number}: (failed|unhealthy|foreign|stalled)", text)]
+        named = [
+            when
+            for when, text in run.lines
+            if re.search(rf"GPU {number} cause{number}: (failed|unhealthy|foreign|stalled)", text)
+        ]
         late = named[0] - bench.died(server["unit"]) if named else None
         found[cause.name] = (said.get("code"), said.get("evidence"), late)
-        print(f"{cause.name}: {said.get('code')} {late if late is None else round(late, 1)} s: {(said.get('evidence') or ['-'])[0][:150]}")
+        first = (said.get("evidence") or ["-"])[0][:150]
+        print(f"{cause.name}: {said.get('code')} after {late if late is None else round(late, 1)} s: {first}")
     for cause in causes:
         code, evidence, late = found[cause.name]
         assert code == cause.code, (cause.name, found, run.output)

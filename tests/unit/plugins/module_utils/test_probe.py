@@ -120,7 +120,13 @@ def test_ready(monkeypatch):
     assert (result.completion_tokens, result.text) == (3, "xxx")
     assert 0.08 < result.first_token_seconds < 0.5
     assert 5 < result.decode_tokens_per_second < 12
-    assert [path for _method, path, _key in server.asked] == ["/ready", "/generate", "/generate", "/model_info", "/server_info"]
+    assert [path for _method, path, _key in server.asked] == [
+        "/ready",
+        "/generate",
+        "/generate",
+        "/model_info",
+        "/server_info",
+    ]
     assert {key for _method, _path, key in server.asked} == {"Bearer k"}
 
 
