@@ -140,8 +140,9 @@ def _device(facts: Facts, add: Add) -> None:
     if facts.smi == "mismatch" or mismatch:
         versions = f": kernel module {facts.module_version}, libraries {facts.library_version}" if mismatch else ""
         add("driver_library_mismatch", "driver_library_mismatch", f"driver and libraries differ{versions}", CAUSE)
+    absent = facts.nodes.get("/dev/nvidiactl") == "missing" and not facts.module_version
     for node, state in facts.nodes.items():
-        if state == "missing" and "uvm" not in node and not facts.module_version:
+        if absent:
             add("driver_unavailable", "driver_not_loaded", f"{node} is missing and no driver is loaded", HINT)
         elif state in ("missing", "denied"):
             detail = "uvm_device_missing" if "uvm" in node and state == "missing" else "device_cgroup_denied"

@@ -121,6 +121,13 @@ CACHE_RULES = (
     ),
     rule(
         "jit_cache_not_writable",
+        "jit_cache_not_writable",
+        r"Permission denied|Read-only file system|PermissionError",
+        frame=r"triton/runtime|inductor|flashinfer|tvm_ffi|deep_gemm|tilelang|cpp_extension|jit/|codecache",
+        no=r"nvcc|ninja|/dev/nvidia",
+    ),
+    rule(
+        "jit_cache_not_writable",
         "user_unresolvable",
         r"getpwuid\(\): uid not found|Could not determine home directory|no home directory"
         r"|cannot find name for user ID|HOME(?: environment variable)? (?:is )?(?:not set|unset"

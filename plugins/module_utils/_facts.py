@@ -137,7 +137,7 @@ def device_of(instance: Instance) -> str:
     at = words.index("--device") if "--device" in words else -1
     if 0 <= at < len(words) - 1:
         return words[at + 1]
-    return "cuda"
+    return "cpu" if instance.environment.get("SGLANG_USE_CPU_ENGINE") == "1" else "cuda"
 
 
 def oom_kills(control_group: str, root: str = "/sys/fs/cgroup") -> int | None:

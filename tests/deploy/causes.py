@@ -18,7 +18,7 @@ KillMode=mixed
 MemoryAccounting=yes
 {lines}
 """
-NINJA = "from torch.utils.cpp_extension import load_inline; load_inline('x', 'int f(){return 1;}', functions='f')"
+NINJA = "import tvm_ffi.cpp; tvm_ffi.cpp.load_inline('x', cpp_sources='int f(int a){return a;}', functions='f')"
 CACHE = "from triton.runtime.cache import FileCacheManager as F; F('ab12').put(b'x', 'kernel.cubin')"
 
 
@@ -210,11 +210,11 @@ class Bench:
         ).strip()
         self.fleet.sh(command.replace("{group}", group).replace("{unit}", unit))
 
-    def died(self, unit: str) -> float:
+    def died(self, unit: str, since: float) -> float:
         """When the main process ended, or said that it cannot have its port."""
         found = [
             int(entry["__REALTIME_TIMESTAMP"]) / 1e6
-            for entry in self.fleet.journal(unit)
+            for entry in self.fleet.journal(unit, f"--since=@{since - 30:.0f}")
             if re.search("Main process exited|error while attempting to bind", str(entry.get("MESSAGE")))
         ]
         return min(found)

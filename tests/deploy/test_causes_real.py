@@ -44,7 +44,7 @@ def test_causes(fleet, bench, group):
             for when, text in run.lines
             if re.search(rf"GPU {number} cause{number}: (failed|unhealthy|foreign|stalled)", text)
         ]
-        late = named[0] - bench.died(server["unit"]) if named else None
+        late = named[0] - bench.died(server["unit"], run.started) if named else None
         found[cause.name] = (said.get("code"), said.get("evidence"), late)
         first = (said.get("evidence") or ["-"])[0][:150]
         print(f"{cause.name}: {said.get('code')} after {late if late is None else round(late, 1)} s: {first}")
