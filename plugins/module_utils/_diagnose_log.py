@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 
 from ansible_collections.gpufleet.sglang.plugins.module_utils._phases import LogDigest
 
-HEAD = 600  # events kept from the beginning of the log
-TAIL = 600  # and from its end
+HEAD = 200  # events kept from the beginning of the log
+TAIL = 200  # and from its end
 MAX_TEXT = 1200
 MAX_FRAMES = 12
 MESSAGE_LINES = 12  # of an exception's message

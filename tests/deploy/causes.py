@@ -19,7 +19,7 @@ MemoryAccounting=yes
 {lines}
 """
 NINJA = "import tvm_ffi.cpp; tvm_ffi.cpp.load_inline('x', cpp_sources='int f(int a){return a;}', functions='f')"
-CACHE = "from triton.runtime.cache import FileCacheManager as F; F('ab12').put(b'x', 'kernel.cubin')"
+CACHE = "from triton.runtime.cache import FileCacheManager as F; F('ab12').put(b'x' * 9000, 'kernel.cubin')"
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,15 @@ CAUSES = [
             before="mkdir -p /srv/readonly",
             script=CACHE,
         ),
+        Cause(
+            "disk full",
+            "disk_full",
+            "No space left",
+            environment={"TRITON_CACHE_DIR": "/srv/full/triton"},
+            before="mkdir -p /srv/full; mount -t tmpfs -o size=64k,mode=1777 tmpfs /srv/full;"
+            " mkdir -m 1777 /srv/full/triton; dd if=/dev/zero of=/srv/full/fill bs=1k 2>/dev/null; true",
+            script=CACHE,
+        ),
     ],
     [
         Cause("hub offline", "model_unavailable", "offline|LocalEntry|connect", {"--model-path": "someone/some-model"}),
@@ -65,16 +74,6 @@ CAUSES = [
             "Cannot find any model weights",
             {"--model-path": "/srv/weightless"},
             before="cp -r /srv/models/tiny /srv/weightless; rm -f /srv/weightless/*.safetensors*",
-        ),
-        Cause(
-            "disk full",
-            "disk_full",
-            "No space left",
-            {"--enable-metrics": ""},
-            environment={"TMPDIR": "/srv/full"},
-            before="mkdir -p /srv/full; mount -t tmpfs -o size=64k,nr_inodes=16,mode=1777 tmpfs /srv/full;"
-            " dd if=/dev/zero of=/srv/full/fill bs=1k 2>/dev/null;"
-            " for i in $(seq 20); do mkdir /srv/full/$i; done 2>/dev/null; true",
         ),
     ],
     [
@@ -180,8 +179,8 @@ class Bench:
                         "gpufleet.sglang.sglang_health": {
                             "instances": instances,
                             "wait": True,
-                            "timeout": 200,
-                            "progress_timeout": 100,
+                            "timeout": 400,
+                            "progress_timeout": 300,
                         },
                         "register": "health",
                         "ignore_errors": True,
@@ -201,7 +200,7 @@ class Bench:
             return
         unit = item["unit"]
         said = f"journalctl -u {unit} -o cat --no-pager | grep -q {line!r}"
-        self.fleet.wait(lambda: self.fleet.sh(f"{said} && echo yes; true").strip(), 150, f"{cause.name}: {line}")
+        self.fleet.wait(lambda: self.fleet.sh(f"{said} && echo yes; true").strip(), 300, f"{cause.name}: {line}")
         time.sleep(1.5)
         group = self.fleet.sh(
             f"g=$(systemctl show -p ControlGroup --value {unit});"
@@ -222,7 +221,7 @@ class Bench:
     def clean(self) -> None:
         """Take everything away again."""
         self.fleet.sh(
-            "systemctl stop 'cause*' squatter 2>/dev/null; umount /srv/full 2>/dev/null;"
+            "systemctl kill -s KILL 'cause*'; systemctl stop 'cause*' squatter 2>/dev/null; umount /srv/full 2>/dev/null;"
             " rm -rf /etc/systemd/system/cause*.service /etc/sglang/cause*.env"
             " /srv/weightless /srv/damaged /srv/readonly /srv/full;"
             " systemctl daemon-reload; systemctl reset-failed; true",

@@ -31,7 +31,7 @@ def test_causes(fleet, bench, group):
     run = bench.health(instances)
     for cause, item in zip(causes, instances, strict=True):
         bench.act(cause, item)
-    run.rc = run.process.wait(240)
+    run.rc = run.process.wait(500)
     told = fleet.sh("cat /srv/health.json", rc=None)
     assert told, run.output
     servers = json.loads(told)["servers"]
@@ -48,6 +48,7 @@ def test_causes(fleet, bench, group):
         found[cause.name] = (said.get("code"), said.get("evidence"), late)
         first = (said.get("evidence") or ["-"])[0][:150]
         print(f"{cause.name}: {said.get('code')} after {late if late is None else round(late, 1)} s: {first}")
+    bench.clean()
     for cause in causes:
         code, evidence, late = found[cause.name]
         assert code == cause.code, (cause.name, found, run.output)
