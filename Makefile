@@ -2,7 +2,7 @@
 SHELL := /bin/bash
 FORMAT ?= table
 INVENTORY ?= inventories/demo
-.PHONY: help demo demo-down status test test-all lint unit
+.PHONY: help demo demo-down status bench test test-all lint unit
 help: ## what there is
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
 demo: ## the real engine on this machine's CPUs: eight servers under systemd, deployed and asked
@@ -11,6 +11,8 @@ demo-down: ## remove the demo's host
 	@scripts/demo down
 status: ## every server at a glance: FORMAT=table|json INVENTORY=inventories/demo
 	@scripts/status "$(FORMAT)" "$(INVENTORY)"
+bench: ## what the deploy adds to the engine's own start, on the demo's host
+	@.venv/bin/python benchmarks/deploy_overhead.py
 test: ## all checks and tests but the longest
 	@scripts/test fast
 test-all: ## everything

@@ -9,7 +9,6 @@ A remedy holds as long as the inventory asks for the value that failed: a change
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -98,15 +97,6 @@ def to_json(remedies: Mapping[int, Remedy]) -> str:
     """Return the text of the file."""
     rows = {str(gpu): asdict(remedies[gpu]) for gpu in sorted(remedies)}
     return json.dumps({"schema": SCHEMA, "remedies": rows}, indent=2, sort_keys=True) + "\n"
-
-
-def write(config_dir: str, text: str) -> None:
-    """Write the file, whole or not at all."""
-    path = Path(config_dir, NAME)
-    part = path.with_name(f".{NAME}.{os.getpid()}")
-    part.write_text(text, encoding="utf-8")
-    part.chmod(0o644)
-    part.replace(path)
 
 
 def valid(

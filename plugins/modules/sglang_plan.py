@@ -202,11 +202,16 @@ findings:
   elements: dict
 """
 
-from pathlib import Path
 from typing import Any
 
 from ansible.module_utils.basic import AnsibleModule
 from ansible_collections.gpufleet.sglang.plugins.module_utils import _model, _remedies
+from ansible_collections.gpufleet.sglang.plugins.module_utils._files import (
+    FileError,
+    FileSpec,
+    file_changes,
+    write_files,
+)
 from ansible_collections.gpufleet.sglang.plugins.module_utils._finding import numbered
 from ansible_collections.gpufleet.sglang.plugins.module_utils._gpus import gpu_from_dict
 from ansible_collections.gpufleet.sglang.plugins.module_utils._host import Host
@@ -222,8 +227,6 @@ from ansible_collections.gpufleet.sglang.plugins.module_utils._plan_files import
     PlanInputError,
     cuda_home,
     engine_options,
-    read_text,
-    write_plan,
 )
 from ansible_collections.gpufleet.sglang.plugins.module_utils._ports import Listener, listeners
 from ansible_collections.gpufleet.sglang.plugins.module_utils._preflight import look_at_gpus
@@ -309,15 +312,16 @@ def main() -> None:
         what = f"{params['name']}: no plan, {len(problems)} problem{'s' if len(problems) > 1 else ''}"
         module.fail_json(msg=numbered(what, problems), **result)
 
-    path = Path(params["path"])
-    before, after = read_text(path), plan.to_json()
+    spec = FileSpec(params["path"], plan.to_json(), 0o600)
     try:
-        changed = write_plan(path, before, after, dry=module.check_mode)
-    except OSError as exc:
-        module.fail_json(msg=f"{params['name']}: {path}: {exc.strerror}: the plan was not written", **result)
+        changes = file_changes([spec])
+        if changes and not module.check_mode:
+            write_files([spec])
+    except FileError as exc:
+        module.fail_json(msg=f"{params['name']}: the plan was not written: {exc}", **result)
     module.exit_json(
-        changed=changed,
-        diff={"before": before, "after": after, "before_header": str(path), "after_header": str(path)},
+        changed=bool(changes),
+        diff=[change.diff for change in changes],
         plan=plan.to_dict(),
         removed_units=removed_units(plan, read_applied(params["config_dir"]).values()),
         lines=[*describe(plan, facts.gpus), *drift],

@@ -107,6 +107,7 @@ from pathlib import Path
 
 from ansible.module_utils.basic import AnsibleModule
 from ansible_collections.gpufleet.sglang.plugins.module_utils import _remedies
+from ansible_collections.gpufleet.sglang.plugins.module_utils._files import FileError, FileSpec, write_files
 
 ARGUMENTS = {
     "servers": {"type": "list", "elements": "dict", "required": True},
@@ -143,9 +144,9 @@ def main() -> None:
     changed = bool(chosen)
     if changed and not module.check_mode:
         try:
-            _remedies.write(params["config_dir"], new)
-        except OSError as exc:
-            module.fail_json(msg=f"{path}: {exc.strerror}: no remedy was recorded", applied=[])
+            write_files([FileSpec(path, new, 0o644)])
+        except FileError as exc:
+            module.fail_json(msg=f"no remedy was recorded: {exc}", applied=[])
     module.exit_json(
         changed=changed,
         diff={"before": old, "after": new if changed else old, "before_header": path, "after_header": path},

@@ -187,9 +187,8 @@ from ansible_collections.gpufleet.sglang.plugins.module_utils._instance import (
 )
 from ansible_collections.gpufleet.sglang.plugins.module_utils._runner import SubprocessRunner
 from ansible_collections.gpufleet.sglang.plugins.module_utils._systemd import SystemdError
-from ansible_collections.gpufleet.sglang.plugins.module_utils._units import (
-    Fleet,
-    UnitsError,
+from ansible_collections.gpufleet.sglang.plugins.module_utils._units import Fleet, UnitsError
+from ansible_collections.gpufleet.sglang.plugins.module_utils._units_result import (
     outcome_result,
     servers_from,
     shared_files,

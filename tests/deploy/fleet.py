@@ -56,6 +56,8 @@ class Run:
             if self.process.poll() is not None:
                 break
             time.sleep(0.1)
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
         raise AssertionError(f"{pattern!r} was not printed:\n{self.output}")
 
     def changed_tasks(self) -> list[str]:

@@ -89,6 +89,48 @@ def test_a_canary_with_a_missing_shard_goes_back(fleet):
     assert [gpu for gpu in GPUS if after[gpu] != pids[gpu]] == [0]
 
 
+def failing(fleet, trouble):
+    """Deploy a change; when the canary restarts, make trouble; returns the run and when the canary was named."""
+    pids = fleet.pids(GPUS)
+    run = fleet.launch("deploy", extra={"sglang_server_watchdog_timeout": 111})
+    run.wait_for(r"GPU 0 sglang@0: process")  # the old one is gone, the new one loads
+    trouble(run)
+    assert run.process.wait(300) == 2, run.output
+    assert "answers again" in run.output, run.output
+    after = fleet.pids(GPUS)
+    assert [gpu for gpu in GPUS if after[gpu] != pids[gpu]] == [0]
+    assert fleet.answers(PORT) > 0
+    return run
+
+
+def test_a_canary_killed_while_loading_is_named_at_once(fleet):
+    when = []
+
+    def kill(run):
+        fleet.sh("systemctl kill --signal=SIGKILL --kill-who=main sglang@0")
+        when.append(time.time())
+
+    run = failing(fleet, kill)
+    named = run.when(r"GPU 0 sglang@0\S*: failed")
+    print(f"named {named - when[0]:.1f} s after the kill")
+    assert named - when[0] <= 5
+    assert re.search(r"killed 9", run.output)
+
+
+def test_a_port_taken_while_the_canary_loads_is_named_with_its_holder(fleet):
+    """SGLang binds last: the plan saw a free port, and the real one would hang for two minutes now."""
+
+    def squat(run):
+        fleet.sh(f"systemd-run --collect --unit=squatter python3 -m http.server --bind 127.0.0.1 {PORT}")
+        try:
+            run.wait_for(r"GPU 0 sglang@0\S*: (failed|foreign)", 60)
+        finally:
+            fleet.sh("systemctl stop squatter")
+
+    run = failing(fleet, squat)
+    assert re.search(r"squatter\.service", run.output), run.output
+
+
 def test_stop_lets_requests_finish(fleet):
     body = json.dumps({"text": "hello", "sampling_params": {"max_new_tokens": 300, "ignore_eos": True}})
     url = f"http://127.0.0.1:{PORT + 1}/generate"

@@ -2,30 +2,9 @@
 
 from __future__ import annotations
 
-import stat
-
 import pytest
 from ansible_collections.gpufleet.sglang.plugins.module_utils import _plan_files
 from engines import engine
-
-
-def mode(path):
-    return stat.S_IMODE(path.stat().st_mode)
-
-
-def test_write_once_then_leave_alone(tmp_path):
-    path = tmp_path / "etc/plan.json"
-    assert _plan_files.write_plan(path, "", "x", dry=True) is True
-    assert not path.parent.exists()
-    assert _plan_files.write_plan(path, "", "x", dry=False) is True
-    assert (path.read_text(), mode(path)) == ("x", 0o600)
-    before = path.stat().st_mtime_ns
-    assert _plan_files.write_plan(path, "x", "x", dry=False) is False
-    assert path.stat().st_mtime_ns == before
-    path.chmod(0o644)
-    assert _plan_files.write_plan(path, "x", "x", dry=False) is True
-    assert mode(path) == 0o600
-    assert [item.name for item in path.parent.iterdir()] == ["plan.json"]
 
 
 @pytest.mark.parametrize(

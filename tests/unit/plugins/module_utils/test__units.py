@@ -12,8 +12,8 @@ from ansible_collections.gpufleet.sglang.plugins.module_utils._units import (
     Server,
     UnitsError,
     decide,
-    wait_settled,
 )
+from ansible_collections.gpufleet.sglang.plugins.module_utils._units_result import wait_settled
 
 U = "sglang@0.service"
 

@@ -42,13 +42,17 @@ def test_check_run_check_run(run, tmp_path):
     first = run(_ansible_check_mode=True, _ansible_diff=True)
     assert first["changed"] is True
     assert not path.exists()
-    assert first["diff"]["before"] == ""
-    assert json.loads(first["diff"]["after"]) == first["plan"]
+    (diff,) = first["diff"]
+    assert diff["before"] == ""
+    assert json.loads(diff["after"]) == first["plan"]
     assert run()["changed"] is True
     assert os.stat(path).st_mode & 0o777 == 0o600
     assert json.loads(path.read_text()) == first["plan"]
     assert run(_ansible_check_mode=True)["changed"] is False
     assert run()["changed"] is False
+    path.chmod(0o644)
+    assert run()["changed"] is True
+    assert os.stat(path).st_mode & 0o777 == 0o600
 
 
 def test_a_gpu_that_is_taken_away_is_named_until_its_unit_is_gone(run, tmp_path):

@@ -1,0 +1,92 @@
+# Copyright: The gpufleet.sglang contributors
+# GNU General Public License v3.0+ (see LICENSE or https://www.gnu.org/licenses/gpl-3.0.txt)
+# PRIVATE to the collection gpufleet.sglang: may change at any time.
+"""From sglang_units' options to servers, and from what was done to its result."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Callable
+
+from ansible_collections.gpufleet.sglang.plugins.module_utils._files import FileSpec
+from ansible_collections.gpufleet.sglang.plugins.module_utils._instance import Instance
+from ansible_collections.gpufleet.sglang.plugins.module_utils._units import Fleet, Outcome, Server, UnitsError
+
+
+def servers_from(
+    instances: Sequence[Instance],
+    units: Sequence[str],
+    rendered: Mapping[str, Any],
+    secrets: Mapping[str, str],
+    config_dir: str,
+) -> list[Server]:
+    """Join instances with what was rendered for them; units limits them ([] = all).
+
+    Raises UnitsError for a unit that no instance has.
+    """
+    known = {item.unit for item in instances}
+    unknown = [unit for unit in units if unit not in known]
+    if unknown:
+        raise UnitsError(f"not in the plan: {', '.join(unknown)}; it has {', '.join(sorted(known)) or 'no unit'}")
+    servers = []
+    for item in instances:
+        if units and item.unit not in units:
+            continue
+        data = rendered.get(item.unit, {})
+        files = [FileSpec(spec["path"], spec["content"], int(spec["mode"], 8)) for spec in data.get("files", [])]
+        if secrets.get(item.unit):
+            files.append(FileSpec(f"{config_dir}/{item.gpu}.secrets", secrets[item.unit], 0o600, secret=True))
+        servers.append(Server(item.unit, item.gpu, tuple(files), data.get("digest", "")))
+    return servers
+
+
+def shared_files(rendered: Mapping[str, Any]) -> list[FileSpec]:
+    """Return the files that belong to no single unit (the target)."""
+    return [
+        FileSpec(spec["path"], spec["content"], int(spec["mode"], 8)) for spec in rendered.get("", {}).get("files", [])
+    ]
+
+
+def wait_settled(
+    fleet: Fleet,
+    before: Mapping[str, str],
+    actions: Mapping[str, str],
+    seconds: float,
+    clock: Callable[[], float],
+    sleep: Callable[[float], None],
+) -> dict[str, Any]:
+    """Wait up to seconds for every unit's job; returns settled (all are), pending and InvocationID by unit."""
+    end = clock() + seconds
+    while True:
+        done = fleet.settled(before, actions)
+        pending = sorted(set(before) - set(done))
+        if not pending or clock() >= end:
+            ids = {unit: state.invocation_id for unit, state in done.items() if actions.get(unit) != "stop"}
+            return {"settled": not pending, "pending": pending, "invocations": ids}
+        sleep(0.2)
+
+
+def outcome_result(outcome: Outcome, servers: Sequence[Server]) -> dict[str, Any]:
+    """Turn an outcome into the module's result."""
+    gpus = {server.unit: server.gpu for server in servers}
+    diff = [change.diff for change in outcome.changes]
+    diff += [
+        {"before_header": path, "after_header": path, "before": "present\n", "after": ""} for path in outcome.removed
+    ]
+    acts = [f"{item.unit}: {item.action} ({item.reason})" for item in outcome.decisions if item.action != "none"]
+    if acts:
+        diff.append({"prepared": "\n".join(acts) + "\n"})
+    return {
+        "changed": outcome.changed,
+        "diff": diff,
+        "files": [change.spec.path for change in outcome.changes] + outcome.removed,
+        "units": [
+            {"unit": item.unit, "gpu": gpus[item.unit], "action": item.action, "reason": item.reason}
+            for item in outcome.decisions
+        ],
+        "enabled": outcome.enabled,
+        "known_good": outcome.known_good,
+        "restored": outcome.restored,
+        "disabled": outcome.disabled,
+        "before": outcome.before,
+    }
