@@ -86,7 +86,8 @@ def diagnose(
     facts = facts or Facts()
     read_log = log if isinstance(log, Log) else read(log)
     phase = facts.phase or read_log.phase
-    signs = [] if facts.failed is False else log_signs(read_log, facts)
+    alive = facts.failed is None and read_log.phase == "ready" and not read_log.ended
+    signs = [] if facts.failed is False or alive else log_signs(read_log, facts)
     signs += fact_signs(facts, read_log)
     if facts.failed is False:
         signs = [sign for sign in signs if sign.strength == CAUSE]

@@ -25,6 +25,9 @@ WARNINGS = frozenset(
 )
 
 
+FALLBACK = re.compile(r"\bfall(?:ing|s)? ?back\b|\bfallback\b|\brolling back\b", re.IGNORECASE)
+
+
 @dataclass(frozen=True)
 class Rule:
     """A pattern of one code. not_: leaves the rule out; frame: must match one of the exception's frames."""
@@ -85,6 +88,8 @@ def match(rules: Sequence[Rule], events: Iterable[Event]) -> list[Sign]:
                 continue
             if item.check and not item.check(hit):
                 continue
+            if event.kind in ("log", "warning") and item.strength == CAUSE and FALLBACK.search(event.text):
+                continue  # it found another way
             strength = item.strength
             if event.kind == "warning" and strength == CAUSE:
                 if item.code not in WARNINGS:
@@ -303,7 +308,7 @@ UNIT_RULES = (
         r"KeyError: '(?:USER|LOGNAME|HOME|PATH|[A-Z]{2,}_[A-Z_]+)'"
         r"|environment variable '?\"?[A-Z_]{3,}'?\"? (?:is )?(?:not set|missing|required)"
         r"|[A-Z]{2,}_[A-Z_]+ is not set\b",
-        no=r"CUDA_HOME|CUDA_PATH|CUDA_ROOT|CUDA_ARCH|arch_list|HF_TOKEN|defaulting|default|using|will",
+        no=r"CUDA_HOME|CUDA_PATH|CUDA_ROOT|CUDA_ARCH|arch_list|HF_TOKEN|defaulting to|using default|will be",
     ),
     rule("unit_misconfigured", "unit_env_missing", r"(?:^|[\s'\"=])\./\.(?:cache|config|local|llamafile|triton|nv)\b"),
 )

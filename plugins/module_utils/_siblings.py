@@ -37,8 +37,13 @@ def note(code: str, detail: str, evidence: str, remedy: str = "") -> dict[str, A
     }
 
 
-def stand_out(servers: list[dict[str, Any]], places: Mapping[str, tuple[bool, str]]) -> list[dict[str, Any]]:
-    """Put into the servers what only shows beside the others; places: by unit, is it on its GPU, and where else."""
+def stand_out(
+    servers: list[dict[str, Any]], places: Mapping[str, tuple[bool, str]], nan: Mapping[str, str] | None = None
+) -> list[dict[str, Any]]:
+    """Put into the servers what stands out: a GPU that is not theirs, NaN in their log, what differs from siblings.
+
+    places: by unit, is it on its GPU, and on which others; nan: by unit, the engine's own line.
+    """
     said = compare(servers)
     for server in servers:
         right, others = places.get(server["unit"], (True, ""))
@@ -47,6 +52,8 @@ def stand_out(servers: list[dict[str, Any]], places: Mapping[str, tuple[bool, st
             detail = "gpu_selection_wrong" if others else "silent_cpu_fallback"
             server["diagnosis"] = note("wrong_device", detail, f"the server's processes are {where}")
             server["state"], server["reason"] = "unhealthy", f"its processes are {where}"
+        elif nan and nan.get(server["unit"]) and server["state"] == "ready":
+            server["diagnosis"] = note("output_wrong", "output_nan", nan[server["unit"]])
         elif server["unit"] in said:
             server["diagnosis"] = said[server["unit"]]
     return servers

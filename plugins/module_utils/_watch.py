@@ -289,7 +289,8 @@ class Watch:
         ]
         ready = {server["unit"] for server in servers if server["state"] == "ready"}
         asked = [item for item in self.instances if item.unit in ready and item.uuid]
-        return stand_out(servers, self.place(asked) if self.place and asked else {})
+        nan = {unit: look.digest.nan for unit, look in looks.items() if look.digest.nan}
+        return stand_out(servers, self.place(asked) if self.place and asked else {}, nan)
 
     def _whys(self, looks: Mapping[str, Look], verdicts: Mapping[str, Verdict]) -> dict[str, dict[str, Any]]:
         """Explain the servers that are decided and not well."""

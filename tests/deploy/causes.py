@@ -221,7 +221,8 @@ class Bench:
     def clean(self) -> None:
         """Take everything away again."""
         self.fleet.sh(
-            "systemctl kill -s KILL 'cause*'; systemctl stop 'cause*' squatter 2>/dev/null; umount /srv/full 2>/dev/null;"
+            "systemctl kill -s KILL 'cause*'; systemctl stop 'cause*' squatter 2>/dev/null;"
+            " umount /srv/full 2>/dev/null;"
             " rm -rf /etc/systemd/system/cause*.service /etc/sglang/cause*.env"
             " /srv/weightless /srv/damaged /srv/readonly /srv/full;"
             " systemctl daemon-reload; systemctl reset-failed; true",

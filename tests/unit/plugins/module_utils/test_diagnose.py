@@ -16,7 +16,6 @@ from ansible_collections.gpufleet.sglang.plugins.module_utils._diagnose_remedy i
 from ansible_collections.gpufleet.sglang.tests.unit.plugins.module_utils.engines import engine
 from ansible_collections.gpufleet.sglang.tests.unit.replay import LOGS, lines_of
 
-
 ROOT = Path(__file__).resolve().parents[4]
 REPORTS = ROOT.parent / "shared/failures/reports.jsonl"
 HEALTHY = ("cpu-api-key", "cpu-mem-fraction-small", "cpu-tp2", "gpu-h200-cold", "gpu-h200-w0", "gpu-h200-warm")
