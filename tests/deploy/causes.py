@@ -209,14 +209,14 @@ class Bench:
         ).strip()
         self.fleet.sh(command.replace("{group}", group).replace("{unit}", unit))
 
-    def died(self, unit: str, since: float) -> float:
-        """When the main process ended, or said that it cannot have its port."""
+    def died(self, unit: str, since: float) -> float | None:
+        """When the main process ended, or said that it cannot have its port; None while it still tries."""
         found = [
             int(entry["__REALTIME_TIMESTAMP"]) / 1e6
             for entry in self.fleet.journal(unit, f"--since=@{since - 30:.0f}")
             if re.search("Main process exited|error while attempting to bind", str(entry.get("MESSAGE")))
         ]
-        return min(found)
+        return min(found, default=None)
 
     def clean(self) -> None:
         """Take everything away again."""

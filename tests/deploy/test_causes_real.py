@@ -44,7 +44,9 @@ def test_causes(fleet, bench, group):
             for when, text in run.lines
             if re.search(rf"GPU {number} cause{number}: (failed|unhealthy|foreign|stalled)", text)
         ]
-        late = named[0] - bench.died(server["unit"], run.started) if named else None
+        died = bench.died(server["unit"], run.started)
+        # a port that another has is named before the server gets so far as to want it
+        late = None if not named else named[0] - died if died else 0.0
         found[cause.name] = (said.get("code"), said.get("evidence"), late)
         first = (said.get("evidence") or ["-"])[0][:150]
         print(f"{cause.name}: {said.get('code')} after {late if late is None else round(late, 1)} s: {first}")
