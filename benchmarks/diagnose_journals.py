@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """How long it takes to diagnose eight journals of 50 MB: benchmarks/diagnose_journals.py [--megabytes 50] [--count 8]
 
 The journals are files in the format of `journalctl -o cat`: a real start (tests/unit/fixtures/logs), traffic, and a

@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Score the diagnosis on reports of failures: tests/score_diagnosis.py REPORTS.jsonl [--split SEED] [--quiet]
 
 Prints right, wrong and silent (unknown_failure) per kind, the misses, and last the line

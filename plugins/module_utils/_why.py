@@ -109,7 +109,7 @@ class Explainer:
                         found[case.instance.unit] = said.to_dict()
                         case.memory.diagnosis = {**said.to_dict(), "of": _key(case)}
 
-        threads = [threading.Thread(target=work, daemon=True) for _ in range(min(2, len(todo)))]
+        threads = [threading.Thread(target=work, daemon=True) for _number in range(min(2, len(todo)))]
         for thread in threads:
             thread.start()
         for thread in threads:

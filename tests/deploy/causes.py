@@ -42,6 +42,7 @@ def kill(title: str) -> str:
     return f"for p in $(cat {{group}}/cgroup.procs); do grep -q {title} /proc/$p/cmdline && kill -KILL $p; done; true"
 
 
+MAIN = "kill -KILL $(systemctl show -p MainPID --value {unit})"
 READY = "fired up and ready"
 CAUSES = [
     [
@@ -81,7 +82,7 @@ CAUSES = [
             "killed while loading",
             "process_killed",
             "killed",
-            after=("server_args=", "kill -KILL $(systemctl show -p MainPID --value {unit})"),
+            after=("server_args=", MAIN),
         ),
         Cause(
             "port of a stranger",
@@ -92,12 +93,6 @@ CAUSES = [
         Cause("port of another SGLang", "port_in_use", "30000|sglang@0", {"--port": "30000"}),
     ],
     [
-        Cause(
-            "fraction too small",
-            "kv_pool_too_small",
-            "mem-fraction-static",
-            {"--max-total-tokens": None, "--mem-fraction-static": "0.000001"},
-        ),
         Cause(
             "out of memory in its cgroup",
             "host_oom",
@@ -115,6 +110,8 @@ CAUSES = [
     [
         Cause("scheduler killed", "process_killed", "scheduler|signal 9", after=(READY, kill("scheduler"))),
         Cause("detokenizer killed", "process_killed", "detokenizer|signal 9", after=(READY, kill("detokenizer"))),
+        # keeps the gate open until the others were killed
+        Cause("companion", "process_killed", "killed", after=("Started", MAIN), script="import time; time.sleep(900)"),
     ],
 ]
 

@@ -21,9 +21,8 @@ KERNEL = "#include <cuda_fp16.h>\n__global__ void k(float* x) { x[0] = 1; }\nint
 def toolkit(tmp_path):
     """A toolkit of links, to take things away from; the compiler's driver is a copy, for it looks beside itself."""
     home = tmp_path / "cuda"
-    shutil.copytree(
-        CUDA / "bin", home / "bin", symlinks=True, ignore=shutil.ignore_patterns("nsys*", "ncu*", "cuda-gdb*")
-    )
+    unused = shutil.ignore_patterns("nsys*", "ncu*", "cuda-gdb*")
+    shutil.copytree(CUDA / "bin", home / "bin", symlinks=True)
     for name in ("nvvm", "lib64", "include", "targets"):
         if (CUDA / name).exists():
             (home / name).symlink_to((CUDA / name).resolve())
@@ -44,27 +43,13 @@ def code(lines, **facts):
     return diagnose(lines, Facts(failed=True, **facts)).code
 
 
-def test_no_lib64(toolkit, tmp_path):
-    shutil.copy(CUDA / "bin/nvcc", toolkit / "bin/nvcc")
+def test_no_lib64(tmp_path):
     (tmp_path / "a.cpp").write_text("int main() { return 0; }\n")
     done = subprocess.run(
         ["c++", "a.cpp", "-L", str(tmp_path / "lib64"), "-lcudart", "-lcuda"],
         cwd=tmp_path, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert code(done.stderr.splitlines()) == "toolkit_incomplete"
-
-
-def test_header_skew(toolkit, tmp_path):
-    """The headers say another minor version than the compiler: CUDA's own check speaks."""
-    include = tmp_path / "skewed"
-    include.mkdir()
-    real = (CUDA / "include/cuda_runtime_api.h").read_text(errors="replace")
-    (include / "cuda_runtime_api.h").write_text(
-        real.replace("#define CUDART_VERSION  13", "#define CUDART_VERSION  12")
-    )
-    source = "#include <cuda_runtime_api.h>\n#include <cuda/std/type_traits>\n" + KERNEL
-    lines = compile_with(CUDA, tmp_path, "-I", str(include), "-I", str(CUDA / "include/cccl"), source=source)
-    assert code(lines) == "cuda_version_skew"
 
 
 def test_no_cicc(toolkit, tmp_path):

@@ -74,7 +74,7 @@ def test_toolkit(tmp_path):
 
 def test_on_its_gpu(monkeypatch):
     module = "ansible_collections.gpufleet.sglang.plugins.module_utils._facts.unit_of_pid"
-    monkeypatch.setattr(module, lambda pid: {7: "u0.service", 8: "other.service"}.get(pid))
+    monkeypatch.setattr(module, {7: "u0.service", 8: "other.service"}.get)
     asked = [INSTANCE]
     assert on_its_gpu(Runner(**{"nvidia-smi": Result(0, "GPU-0, 7\n")}), asked) == {"u0.service": (True, "")}
     assert on_its_gpu(Runner(**{"nvidia-smi": Result(0, "GPU-1, 7\n")}), asked) == {"u0.service": (False, "GPU-1")}
