@@ -68,7 +68,7 @@ def check_environment(
     findings: list[Finding] = []
     for name in sorted(values, key=str):
         value = values[name]
-        label = f"{where} environment {name}"
+        label = f"{where}environment {name}"
         if not _NAME.fullmatch(str(name)):
             findings.append(
                 Finding("env_name", f"{label}: not a name of a variable", "Use letters, digits and _ only", gpu=gpu)

@@ -41,7 +41,7 @@ class Finding:
 
     def text(self) -> str:
         """Return message and remedy as one sentence pair."""
-        return f"{self.message}. {self.remedy}." if self.remedy else f"{self.message}."
+        return " ".join(_sentence(part) for part in (self.message, self.remedy) if part)
 
 
 def errors(findings: Iterable[Finding]) -> list[Finding]:
@@ -58,3 +58,7 @@ def numbered(heading: str, findings: Sequence[Finding]) -> str:
     """Return one message that lists all findings: '<heading>:', then '1. ...', '2. ...' on lines of their own."""
     lines = [f"{number}. {item.text()}" for number, item in enumerate(findings, start=1)]
     return "\n".join([f"{heading}:", *lines])
+
+
+def _sentence(text: str) -> str:
+    return text if text.endswith((".", "?", "!")) else f"{text}."

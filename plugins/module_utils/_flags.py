@@ -171,7 +171,7 @@ def settings_flags(
             continue
         value, wrong = typed(setting.kind, raw)
         if wrong:
-            findings.append(Finding("bad_value", f"{where} {name} is {raw!r}: it {wrong}", gpu=gpu))
+            findings.append(Finding("bad_value", f"{where}{name} is {raw!r}: it {wrong}", gpu=gpu))
             continue
         if setting.kind == "bool" and value is not setting.when:
             continue
@@ -180,7 +180,7 @@ def settings_flags(
             findings.append(_no_flag(name, setting, options, where, gpu))
             continue
         flag = Flag(chosen) if setting.kind == "bool" else Flag(chosen, (_text(value),))
-        findings.extend(_checked(flag, options, f"{where} {name}", gpu))
+        findings.extend(_checked(flag, options, f"{where}{name}", gpu))
         flags.append(flag)
     return flags, findings
 
@@ -201,23 +201,23 @@ def extra_flags(
             continue
         refused = _refused(name, value, options)
         if refused:
-            findings.append(Finding("owned_flag", f"{where} extra_args: --{name}: {refused[0]}", refused[1], gpu=gpu))
+            findings.append(Finding("owned_flag", f"{where}extra_args: --{name}: {refused[0]}", refused[1], gpu=gpu))
             continue
         if options is not None and option is None:
             findings.append(_unknown(name, options, where, gpu))
             continue
         same = known.get(_canonical(name, options))
         if same:
-            text = f"{where} extra_args: --{name} is given twice: {same} is the same option"
+            text = f"{where}extra_args: --{name} is given twice: {same} is the same option"
             findings.append(Finding("flag_twice", text, "Keep one", gpu=gpu))
             continue
         known[_canonical(name, options)] = f"extra_args {raw}"
         values, wrong = _values(value)
         if wrong:
-            findings.append(Finding("bad_value", f"{where} extra_args: --{name}: {wrong}", gpu=gpu))
+            findings.append(Finding("bad_value", f"{where}extra_args: --{name}: {wrong}", gpu=gpu))
             continue
         flag = Flag(name, values)
-        findings.extend(_checked(flag, options, f"{where} extra_args", gpu))
+        findings.extend(_checked(flag, options, f"{where}extra_args", gpu))
         flags.append(flag)
     return flags, findings
 
@@ -250,13 +250,13 @@ def _unknown(name: str, options: EngineOptions, where: str, gpu: int | None) -> 
         remedy = f"Set sglang_server_{stable}, which becomes this engine's own flag"
     else:
         remedy = f"Did you mean {' or '.join(near)}" if near else "The engine's option list lies beside plan.json"
-    text = f"{where} extra_args: --{name} is not an option of SGLang {options.version}"
+    text = f"{where}extra_args: --{name} is not an option of SGLang {options.version}"
     return Finding("unknown_flag", text, remedy, gpu=gpu)
 
 
 def _no_flag(name: str, setting: Setting, options: EngineOptions | None, where: str, gpu: int | None) -> Finding:
     tried = " or ".join(f"--{flag}" for flag in setting.flags)
-    text = f"{where} {name}: SGLang {options.version if options else ''} has no {tried}"
+    text = f"{where}{name}: SGLang {options.version if options else ''} has no {tried}"
     return Finding("no_flag", text, f"Leave {name} out for this engine, or give its own option in extra_args", gpu=gpu)
 
 

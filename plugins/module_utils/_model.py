@@ -6,11 +6,13 @@
 from __future__ import annotations
 
 import json
+import pwd
 import re
 from pathlib import Path
 from typing import Any
 
 from ansible_collections.gpufleet.sglang.plugins.module_utils._finding import WARNING, Finding
+from ansible_collections.gpufleet.sglang.plugins.module_utils._runner import Runner
 
 FOLDER = "folder"
 HUB = "hub"
@@ -64,6 +66,21 @@ def inspect(model: str) -> dict[str, Any]:
     facts["unreadable"] = [name for name in weights if not _readable(names[name])]
     facts["missing_shards"] = _missing_shards(names)
     return facts
+
+
+def unreadable_by(runner: Runner, user: str, model: str) -> list[Finding]:
+    """Say when the service user cannot read the model's folder; nothing while there is no such user."""
+    config = f"{model}/config.json"
+    if kind_of(model) != FOLDER or not Path(config).is_file():
+        return []
+    try:
+        pwd.getpwnam(user)
+    except KeyError:
+        return []
+    if runner.run(["runuser", "-u", user, "--", "test", "-r", config]).rc != 1:
+        return []
+    text = f"sglang_server_model {model}: the service user {user} cannot read {config}"
+    return [Finding("model_unreadable", text, "Open the folders above it for that user (chmod o+x), or move the model")]
 
 
 def problems(facts: dict[str, Any], load_formats: set[str], offline: bool) -> list[Finding]:

@@ -92,9 +92,9 @@ def build_plan(
         text = "the engine's option list is not there yet: flags have their newest names and were not checked"
         found.append(Finding("flags_unchecked", text, "The deploy checks them once the engine is installed", WARNING))
 
-    fleet_flags, wrong = _flags(settings.settings, settings.extra_args, options, "sglang_server", None)
+    fleet_flags, wrong = _flags(settings.settings, settings.extra_args, options, "sglang_server_", None)
     found.extend(wrong)
-    fleet_environment, wrong = check_environment(settings.environment, "sglang_server")
+    fleet_environment, wrong = check_environment(settings.environment, "sglang_server_")
     found.extend(wrong)
     instances = []
     flags_by_slot = []
@@ -138,7 +138,7 @@ def _flags(
     settings: Mapping[str, Any], extra: Mapping[str, Any], options: EngineOptions | None, where: str, gpu: int | None
 ) -> tuple[list[Flag], list[Finding]]:
     found = [
-        Finding("unknown_setting", f"{where} {name} is not a setting{nearest(name, list(SETTINGS))}", gpu=gpu)
+        Finding("unknown_setting", f"{where}{name} is not a setting{nearest(name, list(SETTINGS))}", gpu=gpu)
         for name in settings
         if name not in SETTINGS
     ]
@@ -155,13 +155,13 @@ def _own(
     fleet_environment: dict[str, str],
 ) -> tuple[list[Flag], dict[str, str], list[Finding]]:
     """Apply a slot's overrides; what is wrong with the fleet's own values has been said already."""
-    where = f"sglang_server_instances, GPU {slot.gpu}:"
+    where = f"sglang_server_instances, GPU {slot.gpu}: "
     own = {name: slot.overrides[name] for name in SETTINGS if name in slot.overrides}
     extra = slot.overrides.get("extra_args") or {}
     found: list[Finding] = []
     for name in ("extra_args", "environment"):
         if not isinstance(slot.overrides.get(name) or {}, dict):
-            found.append(Finding("bad_value", f"{where} {name} must be a dictionary", gpu=slot.gpu))
+            found.append(Finding("bad_value", f"{where}{name} must be a dictionary", gpu=slot.gpu))
             return fleet_flags, fleet_environment, found
     flags = fleet_flags
     if own or extra:

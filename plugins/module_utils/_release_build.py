@@ -334,12 +334,16 @@ def _options_diff(spec: Spec, version: str) -> dict[str, str]:
 def _write(path: Path, text: str, mode: int) -> None:
     """Write a file atomically and durably."""
     part = path.with_name(path.name + ".new")
-    with part.open("w", encoding="utf-8") as file:
-        os.fchmod(file.fileno(), mode)
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    part.replace(path)
+    try:
+        with part.open("w", encoding="utf-8") as file:
+            os.fchmod(file.fileno(), mode)
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        part.replace(path)
+    except OSError as exc:  # a write's error does not say where
+        part.unlink(missing_ok=True)
+        raise OSError(exc.errno, exc.strerror, str(path)) from exc
     descriptor = os.open(str(path.parent), os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)

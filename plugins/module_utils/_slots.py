@@ -149,6 +149,8 @@ def port_problems(slots: Sequence[Slot], listeners: Sequence[Listener]) -> list[
             if holder.unit != slot.unit:
                 text = f"port {slot.port} of GPU {slot.gpu} is taken by {describe(holder)}"
                 remedy = "Stop that process, or give the GPU another port in sglang_server_instances"
+                if holder.unit in {other.unit for other in slots}:
+                    remedy = "That is a server of this fleet: run the stop playbook before its port goes to another"
                 findings.append(Finding("port_taken", text, remedy, gpu=slot.gpu))
     return findings
 

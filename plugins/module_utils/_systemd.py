@@ -30,6 +30,7 @@ PROPERTIES = (
     "NeedDaemonReload",
     "FragmentPath",
     "Job",
+    "DropInPaths",
 )
 
 
@@ -59,6 +60,7 @@ class UnitState:
     need_daemon_reload: bool = False
     fragment_path: str = ""
     job: bool = False  # a start or stop job is queued or runs
+    drop_ins: tuple[str, ...] = ()
 
     @property
     def exists(self) -> bool:
@@ -97,6 +99,7 @@ def parse_show(text: str) -> dict[str, UnitState]:
             need_daemon_reload=values.get("NeedDaemonReload") == "yes",
             fragment_path=values.get("FragmentPath", ""),
             job=values.get("Job", "") not in ("", "0"),
+            drop_ins=tuple(values.get("DropInPaths", "").split()),
         )
     return states
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -122,24 +123,36 @@ class Fleet:
         target: str = "sglang.target",
         check_mode: bool = False,
         digest_of: Callable[[int], str | None] = running_digest,
+        clock_offset: float | None = None,
     ) -> None:
         self.runner = runner
         self.config_dir = config_dir
         self.target = target
         self.check_mode = check_mode
         self.digest_of = digest_of
+        # what to add to systemd's monotonic seconds to get a file's time
+        self.clock_offset = time.time() - time.monotonic() if clock_offset is None else clock_offset
 
     # -- what the module's states call ------------------------------------------------------
 
     def start(self, servers: Sequence[Server], shared: Sequence[FileSpec], unhealthy: Mapping[str, str]) -> Outcome:
         """Install the files, then start or restart exactly the units that need it, all at once."""
-        states = show(self.runner, [server.unit for server in servers])
+        units = [server.unit for server in servers]
+        states = show(self.runner, units)
+        if not self.check_mode and any(state.need_daemon_reload for state in states.values()):
+            self._systemctl("daemon-reload")  # a drop-in counts from here on
+            states = show(self.runner, units)
+        masked = [unit for unit, state in states.items() if state.load_state == "masked"]
+        if masked:
+            names = " ".join(masked)
+            remedy = f"systemctl unmask {names}, or take the GPU out of sglang_server_gpus"
+            raise UnitsError(f"masked by hand, so nothing was touched: {names}. Either {remedy}")
         out = Outcome(changes=file_changes([*shared, *(spec for server in servers for spec in server.files)]))
+        out.removed = [path for server in servers if server.files for path in self._unwanted(server)]
         for server in servers:
             state = states[server.unit]
-            out.decisions.append(
-                decide(state, server.digest, self.digest_of(state.main_pid), unhealthy.get(server.unit, ""))
-            )
+            trouble = unhealthy.get(server.unit, "") or self._newer_drop_in(state)
+            out.decisions.append(decide(state, server.digest, self.digest_of(state.main_pid), trouble))
         reload = any(_is_unit(change.spec.path) for change in out.changes) or any(
             s.need_daemon_reload for s in states.values()
         )
@@ -152,6 +165,7 @@ class Fleet:
             return out
         self._verify([change.spec for change in out.changes if _is_unit(change.spec.path)])
         write_files([change.spec for change in out.changes])
+        remove_files(out.removed)
         if reload:
             self._systemctl("daemon-reload")
         if disabled:
@@ -243,6 +257,8 @@ class Fleet:
             return out
         if out.disabled:
             self._systemctl("disable", *out.disabled)
+        if whole and states[self.target].active_state != "inactive":
+            self._systemctl("stop", self.target)
         remove_files(paths)
         for server in servers:
             shutil.rmtree(self._kept(server.gpu), ignore_errors=True)
@@ -311,6 +327,22 @@ class Fleet:
             raise UnitsError(
                 "systemd does not accept the new unit files, nothing was changed: " + "; ".join(lines[-8:])
             )
+
+    def _unwanted(self, server: Server) -> list[str]:
+        """Our files of a server that its configuration no longer has: a secret must not outlive its variable."""
+        wanted = {spec.path for spec in server.files}
+        return [path for path in self._own_files(server) if path not in wanted and os.path.lexists(path)]
+
+    def _newer_drop_in(self, state: UnitState) -> str:
+        """Say which drop-in a running server was started without; "" when there is none."""
+        started = state.started + self.clock_offset
+        for path in state.drop_ins if state.started else ():
+            try:
+                if os.stat(path).st_mtime > started:
+                    return f"{path} is newer than its process"
+            except OSError:  # gone meanwhile: systemd forgets it with the next reload
+                continue
+        return ""
 
     def _kept(self, gpu: int) -> Path:
         return Path(self.config_dir) / KNOWN_GOOD / str(gpu)

@@ -130,6 +130,10 @@ options:
     description: Folder of the units.
     type: path
     default: /etc/systemd/system
+  user:
+    description: User that the servers run as; when it is there already, the model must be readable for it.
+    type: str
+    default: sglang
   facts:
     description:
       - C(gpus) and C(listeners) as RV(gpufleet.sglang.sglang_host_info#module:facts) has them.
@@ -212,7 +216,7 @@ from ansible_collections.gpufleet.sglang.plugins.module_utils._files import (
     file_changes,
     write_files,
 )
-from ansible_collections.gpufleet.sglang.plugins.module_utils._finding import numbered
+from ansible_collections.gpufleet.sglang.plugins.module_utils._finding import Finding, numbered
 from ansible_collections.gpufleet.sglang.plugins.module_utils._gpus import gpu_from_dict
 from ansible_collections.gpufleet.sglang.plugins.module_utils._host import Host
 from ansible_collections.gpufleet.sglang.plugins.module_utils._instance import read_applied
@@ -232,7 +236,11 @@ from ansible_collections.gpufleet.sglang.plugins.module_utils._ports import List
 from ansible_collections.gpufleet.sglang.plugins.module_utils._preflight import look_at_gpus
 from ansible_collections.gpufleet.sglang.plugins.module_utils._runner import SubprocessRunner
 
+<<<<<<< HEAD
 _NOT_SETTINGS = ("remedies", "path", "options_file", "toolkit_file", "facts", "timeout")
+=======
+_NOT_SETTINGS = ("path", "user", "options_file", "toolkit_file", "facts", "timeout")
+>>>>>>> main
 
 
 def argument_spec() -> dict[str, Any]:
@@ -260,6 +268,7 @@ def argument_spec() -> dict[str, Any]:
         "state_dir": {"type": "path", "default": "/var/lib/sglang"},
         "cache_dir": {"type": "path", "default": "/var/cache/sglang"},
         "unit_dir": {"type": "path", "default": "/etc/systemd/system"},
+        "user": {"type": "str", "default": "sglang"},
         "facts": {"type": "dict"},
         "timeout": {"type": "int", "default": 30},
     }
@@ -297,6 +306,10 @@ def main() -> None:
     except (PlanInputError, TypeError) as exc:
         module.fail_json(msg=f"{params['name']}: {exc}", problems=[], findings=[], flags_checked=False)
     plan, problems, notes = build_plan(settings, facts, options)
+    if params["options_file"] and options is None and not module.check_mode:
+        text = f"release {params['release']} is not installed: {params['options_file']} is missing"
+        problems.append(Finding("release_missing", text, "Run the whole deploy, or --tags engine first"))
+    problems += _model.unreadable_by(SubprocessRunner(), params["user"], params["model"])
     for note in notes:
         module.warn(f"{params['name']}: {note.text()}")
     drift = [f"GPU {gpu}: {item.text()}" for gpu, item in held.items()]

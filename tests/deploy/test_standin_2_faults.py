@@ -125,6 +125,24 @@ def test_wrong_flags_are_refused_together_before_anything_is_touched(fleet):
     assert fleet.pids(GPUS) == pids
 
 
+def test_a_misspelt_variable_is_refused(fleet):
+    run = fleet.play("deploy", extra={"sglang_server_max_running_request": 3}, rc=2)
+    assert "sglang_server_max_running_request" in run.output[run.output.index("the role has no") :]
+
+
+def test_secrets_reach_the_process_and_nobody_else_and_do_not_outlive_their_variable(fleet):
+    secret = 'hf_SECRET"$%x'
+    extra = {"sglang_server_secret_environment": {"HF_TOKEN": secret}}
+    run = fleet.play("deploy", "--diff", "-vvv", extra=extra)
+    pid = fleet.pids(GPUS)[3]
+    assert f"HF_TOKEN={secret}" in fleet.sh(f"tr '\\0' '\\n' < /proc/{pid}/environ").splitlines()
+    assert "hf_SECRET" not in run.output
+    assert fleet.sh("grep -rl hf_SECRET /etc/systemd /run/systemd 2>/dev/null", rc=None) == ""
+    assert fleet.sh("find $(grep -rl hf_SECRET /etc/sglang) -perm /077", rc=None) == ""
+    fleet.play("deploy")
+    assert fleet.sh("grep -rl hf_SECRET /etc/sglang", rc=None) == ""
+
+
 def test_remove_takes_away_everything(fleet):
     fleet.play("remove")
     for path in ("/etc/sglang", "/var/lib/sglang", "/var/cache/sglang", "/opt/sglang"):
@@ -134,6 +152,20 @@ def test_remove_takes_away_everything(fleet):
     assert fleet.sh("ls /srv/models")  # models stay
     assert fleet.sh("systemctl --failed --no-legend --plain | grep sglang", rc=None) == ""
     assert fleet.play("remove").changed == 0
+
+
+def test_what_was_there_before_is_not_taken_over(fleet):
+    fleet.sh("groupadd llm && useradd -u 1500 -g llm -d /home/s -s /bin/bash sglang && mkdir -p /var/cache/sglang")
+    try:
+        run = fleet.play("deploy", rc=2)
+        assert re.search(r"/var/cache/sglang was there before and belongs to\s+root", run.output.replace("\n", " "))
+        fleet.sh("chown sglang /var/cache/sglang && touch /var/cache/sglang/own")
+        fleet.play("deploy")
+        assert fleet.sh("getent passwd sglang").strip().endswith(":/home/s:/bin/bash")
+        fleet.play("remove")
+        assert fleet.sh("getent passwd sglang; ls /var/cache/sglang").split()[-1] == "own"
+    finally:
+        fleet.sh("userdel sglang; groupdel llm; rm -rf /var/cache/sglang", rc=None)
 
 
 def test_a_first_deploy_whose_canary_fails_leaves_it_stopped_and_disabled(fleet):

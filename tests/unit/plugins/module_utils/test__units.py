@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 from ansible_collections.gpufleet.sglang.plugins.module_utils import _units
 from ansible_collections.gpufleet.sglang.plugins.module_utils._files import FileSpec
@@ -13,7 +15,7 @@ from ansible_collections.gpufleet.sglang.plugins.module_utils._units import (
     UnitsError,
     decide,
 )
-from ansible_collections.gpufleet.sglang.plugins.module_utils._units_result import wait_settled
+from ansible_collections.gpufleet.sglang.plugins.module_utils._units_result import outcome_result, wait_settled
 
 U = "sglang@0.service"
 
@@ -43,6 +45,8 @@ def test_decide(unit, wanted, running, unhealthy, action):
 
 
 SHOW = """Id={unit}
+ExecMainStartTimestampMonotonic=5000000
+DropInPaths={drop_in}
 LoadState={load}
 ActiveState={active}
 SubState={sub}
@@ -80,6 +84,7 @@ class World:
             "invocation": "i1",
             "pid": 1,
             "job": "",
+            "drop_in": "",
         }
         self.units[unit] = {**base, **values}
 
@@ -93,6 +98,7 @@ class World:
             "invocation": "",
             "pid": 0,
             "job": "",
+            "drop_in": "",
         }
         return Result(0, "\n".join(SHOW.format(unit=name, **self.units.get(name, absent)) for name in names))
 
@@ -223,3 +229,38 @@ def test_wait_settled_gives_up_its_slice(world):
     ticks = iter(range(100))
     told = wait_settled(world.fleet, {U: "old"}, {U: "restart"}, 3, lambda: next(ticks), lambda s: None)
     assert told == {"settled": False, "pending": [U], "invocations": {}}
+
+
+def test_a_secret_does_not_outlive_its_variable(world):
+    server = world.server(0, digest="running-1")
+    secret = FileSpec(str(world.etc / "0.secrets"), "TOKEN=x\n", 0o600, secret=True)
+    _units.write_files([*server.files, secret])
+    world.set(U)
+    world.fleet.keep([server])
+    out = world.fleet.start([server], [], {})
+    assert out.removed == [secret.path]
+    assert "TOKEN" not in str(outcome_result(out, [server]))
+    world.fleet.keep([server])
+    assert not list(world.etc.rglob("*.secrets"))
+    assert not world.fleet.start([server], [], {}).changed
+
+
+def test_a_masked_unit_is_left_alone(world):
+    world.set(U, load="masked", active="inactive", sub="dead")
+    with pytest.raises(UnitsError, match=r"systemctl unmask sglang@0\.service"):
+        world.fleet.start([world.server(0)], [], {})
+    assert not world.system.exists()
+
+
+@pytest.mark.parametrize(("written", "action"), [(1004.0, "none"), (1006.0, "restart")])
+def test_a_drop_in_newer_than_the_process_restarts_it(world, tmp_path, written, action):
+    drop_in = tmp_path / "override.conf"
+    drop_in.write_text("[Service]\n")
+    os.utime(drop_in, (written, written))
+    world.set(U, drop_in=str(drop_in))
+    world.fleet.clock_offset = 1000.0  # the process started 5 s after boot
+    server = world.server(0, digest="running-1")
+    _units.write_files(list(server.files))
+    (decision,) = world.fleet.start([server], [], {}).decisions
+    assert decision.action == action
+    assert (str(drop_in) in decision.reason) is (action == "restart")

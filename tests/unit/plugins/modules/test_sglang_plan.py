@@ -77,7 +77,11 @@ def test_all_problems_at_once_and_nothing_written(run, tmp_path):
 
 
 def test_flags_are_not_checked_without_an_option_list(run):
-    result = run(options_file="/nonexistent/options.json", extra_args={"no-such-flag": 1})
+    absent = {"options_file": "/nonexistent/options.json", "extra_args": {"no-such-flag": 1}}
+    refused = run(**absent)
+    assert [item["code"] for item in refused["problems"]] == ["release_missing"]
+    assert "--tags engine" in refused["msg"]
+    result = run(**absent, _ansible_check_mode=True)
     assert result["flags_checked"] is False
     assert [item["code"] for item in result["findings"]] == ["flags_unchecked"]
 
