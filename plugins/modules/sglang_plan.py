@@ -236,11 +236,7 @@ from ansible_collections.gpufleet.sglang.plugins.module_utils._ports import List
 from ansible_collections.gpufleet.sglang.plugins.module_utils._preflight import look_at_gpus
 from ansible_collections.gpufleet.sglang.plugins.module_utils._runner import SubprocessRunner
 
-<<<<<<< HEAD
-_NOT_SETTINGS = ("remedies", "path", "options_file", "toolkit_file", "facts", "timeout")
-=======
-_NOT_SETTINGS = ("path", "user", "options_file", "toolkit_file", "facts", "timeout")
->>>>>>> main
+_NOT_SETTINGS = ("remedies", "path", "user", "options_file", "toolkit_file", "facts", "timeout")
 
 
 def argument_spec() -> dict[str, Any]:
