@@ -120,7 +120,7 @@ class Bench:
     """Starts causes on a host and asks sglang_health about them."""
 
     def __init__(self, fleet, folder) -> None:
-        self.fleet, self.folder = fleet, folder
+        self.fleet, self.folder, self.begun = fleet, folder, 0.0
         plan = json.loads(fleet.sh("cat /etc/sglang/plan.json"))
         self.argv = plan["instances"][0]["argv"]
         self.environment = plan["instances"][0]["environment"]
@@ -148,6 +148,7 @@ class Bench:
 
     def start(self, causes: list[Cause], first: int) -> list[dict]:
         """Write the units and start them together."""
+        self.begun = time.time() - 1  # lines of an earlier run are not this one's
         instances = [self.instance(cause, first + at) for at, cause in enumerate(causes)]
         script = []
         for cause, item in zip(causes, instances, strict=True):
@@ -196,7 +197,7 @@ class Bench:
         if not command:
             return
         unit = item["unit"]
-        said = f"journalctl -u {unit} -o cat --no-pager | grep -q {line!r}"
+        said = f"journalctl -u {unit} --since=@{self.begun:.0f} -o cat --no-pager | grep -q {line!r}"
         self.fleet.wait(lambda: self.fleet.sh(f"{said} && echo yes; true").strip(), 300, f"{cause.name}: {line}")
         time.sleep(1.5)
         group = self.fleet.sh(
