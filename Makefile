@@ -13,6 +13,7 @@ status: ## every server at a glance: FORMAT=table|json INVENTORY=inventories/dem
 	@scripts/status "$(FORMAT)" "$(INVENTORY)"
 bench: ## what the deploy adds to the engine's own start, on the demo's host
 	@.venv/bin/python benchmarks/deploy_overhead.py
+	@.venv/bin/python benchmarks/diagnose_journals.py
 test: ## all checks and tests but the longest
 	@scripts/test fast
 test-all: ## everything

@@ -40,6 +40,47 @@ class ActionModule(ActionBase):
         if self._task.check_mode or not _true(args.get("wait")):
             return _finish(self._module(args, task_vars), host)
         progress = Progress(time.monotonic())
+        result = self._wait(args, task_vars, host, progress)
+        if _true(args.get("retry_transient")):
+            result = self._retry(result, args, task_vars, host, progress)
+        if any(server["state"] != "ready" for server in result["servers"]):
+            result["failed"] = True
+            result.setdefault("msg", failure_message(result["servers"]))
+        return result
+
+    def _retry(
+        self, result: dict[str, Any], args: dict[str, Any], task_vars: dict[str, Any], host: str, progress: Progress
+    ) -> dict[str, Any]:
+        """Start once more, one by one, what failed for a reason that passes; everything else stays as it is."""
+        for at, server in enumerate(result["servers"]):
+            found = server.get("diagnosis") or {}
+            if server["state"] == "ready" or found.get("retry") != "auto":
+                continue
+            display.display(f"{host} GPU {server['gpu']} {server['unit']}: started once more ({found['code']})")
+            again = self._restart(server["unit"], task_vars)
+            waited = self._wait({**args, "units": [server["unit"]], "invocations": again}, task_vars, host, progress)
+            result["changed"] = True
+            if waited["servers"]:
+                result["servers"][at] = {**waited["servers"][0], "retried": found["code"]}
+        return result
+
+    def _restart(self, unit: str, task_vars: dict[str, Any]) -> dict[str, str]:
+        """Restart a unit; returns its InvocationID by its name."""
+        systemctl = "ansible.builtin.command"
+        for words in (["reset-failed", unit], ["restart", unit]):
+            self._execute_module(
+                module_name=systemctl, module_args={"argv": ["systemctl", *words]}, task_vars=task_vars
+            )
+        told = self._execute_module(
+            module_name=systemctl,
+            module_args={"argv": ["systemctl", "show", "--property=InvocationID", "--value", unit]},
+            task_vars=task_vars,
+        )
+        found = str(told.get("stdout", "")).strip()
+        return {unit: found} if found else {}
+
+    def _wait(self, args: dict[str, Any], task_vars: dict[str, Any], host: str, progress: Progress) -> dict[str, Any]:
+        """Run slices until nothing is left to wait for."""
         state: Mapping[str, Any] = {}
         while True:
             result = self._slice({**args, "slice_seconds": SLICE, "watch_state": state}, task_vars, host)
@@ -49,11 +90,8 @@ class ActionModule(ActionBase):
             result = _finish(result, host)
             for line in progress.update(result["servers"], time.monotonic()):
                 display.display(line)
-            if not done:
-                continue
-            if any(server["state"] != "ready" for server in result["servers"]):
-                result.update(failed=True, msg=failure_message(result["servers"]))
-            return result
+            if done:
+                return result
 
     def _slice(self, args: dict[str, Any], task_vars: dict[str, Any], host: str) -> dict[str, Any]:
         """Run one slice; a connection lost for a moment costs a few seconds, not the deploy."""

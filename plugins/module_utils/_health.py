@@ -20,6 +20,7 @@ EXIT_NAMES = {1: "exited", 2: "killed", 3: "dumped"}
 FOREIGN_AFTER = 3.0  # s that another process must keep our port
 UNHEALTHY_AFTER = 30.0  # s of bad answers from a server that said it is ready ...
 UNHEALTHY_PROBES = 3  # ... and at least so many of them
+WRONG_PROBES = 2  # wrong answers in a row that decide
 BUSY = 0.1  # of one core: less is no progress
 
 
@@ -42,6 +43,7 @@ class Look:
     holder: str = ""  # who, when it is foreign
     compiling: bool = False  # a compiler runs in the unit's control group
     cpu_seconds: float = 0.0  # used by the unit so far
+    oom_kills: int | None = None  # of the unit's control group
 
 
 @dataclass
@@ -66,6 +68,8 @@ class Memory:
     probe: dict[str, Any] = field(default_factory=dict)
     terminal: bool = False
     state: str = ""
+    oom_kills: int | None = None  # in the judged invocation's control group
+    diagnosis: dict[str, Any] = field(default_factory=dict)  # kept so that no slice makes it again
 
     @property
     def answer(self) -> ProbeResult | None:
@@ -112,6 +116,8 @@ def choose_invocation(memory: Memory, unit: UnitState, expected: str = "") -> No
 
 def note_progress(memory: Memory, look: Look) -> None:
     """Move the deadline when the server got on: a phase, lines, CPU time, compilers."""
+    if look.oom_kills is not None and look.unit.invocation_id == memory.invocation:
+        memory.oom_kills = max(memory.oom_kills or 0, look.oom_kills)
     if memory.begun < 0:
         memory.begun = memory.progress_at = memory.cpu_at = look.now
         memory.cpu_seconds, memory.lines = look.cpu_seconds, look.digest.lines
@@ -189,7 +195,7 @@ def _running(memory: Memory, look: Look) -> Verdict:
         )
     if answer is None or (answer.starting and not claims):
         return STARTING
-    return Verdict("unhealthy", answer.reason)
+    return Verdict("unhealthy", answer.reason, terminal=answer.wrong is not None and memory.bad_probes >= WRONG_PROBES)
 
 
 def _in_time(memory: Memory, look: Look, verdict: Verdict, limits: Limits) -> Verdict:
@@ -323,14 +329,29 @@ def failure_message(servers: Sequence[Mapping[str, Any]]) -> str:
             facts.append(f"restarted {server['restarts']} times")
         lines = [head + (f" ({', '.join(facts)})" if facts else "")]
         reason = server["reason"] or "no reason known"
+        lines += [f"    {line}" for line in explained(server)]
+        known = (server.get("diagnosis") or {}).get("evidence") or []
         causes = [reason, *[line for line in server["error_lines"] if not reason.startswith(line)]]
-        lines += [f"    {cause}" for cause in causes]
+        lines += [f"    {cause}" for cause in causes if not any(cause[:60] in line for line in known)]
         look = f"journalctl -u {name}"
         if server["invocation_id"]:
             look += f" _SYSTEMD_INVOCATION_ID={server['invocation_id']}"
         lines.append(f"    look: {look}")
         blocks.append("\n".join(lines))
     return "\n".join(blocks)
+
+
+def explained(server: Mapping[str, Any]) -> list[str]:
+    """Return the lines of a server's diagnosis: code, what shows it, what to do."""
+    found = server.get("diagnosis")
+    if not found:
+        return []
+    lines = [f"cause: {found['code']}: {found['says']}"]
+    lines += [f"  {line}" for line in found["evidence"]]
+    lines.append(f"remedy: {found['remedy']}")
+    if found["also_seen"]:
+        lines.append(f"also seen: {', '.join(found['also_seen'])}")
+    return lines
 
 
 def short(unit: str) -> str:

@@ -99,6 +99,7 @@ class LogDigest:
     message: int = 0  # lines of an exception's message that may still follow
     last_error: float = 0.0  # when the last error line came
     exit: str = ""  # systemd's word for how the main process ended: "exited 2", "killed 9"
+    nan: str = ""  # the engine found NaN among its values (and went on with others)
     result: str = ""  # systemd's result of the unit: exit-code, signal, timeout, ...
 
     def feed(self, text: str, time: float = 0.0) -> None:
@@ -113,6 +114,8 @@ class LogDigest:
         self.lines += 1
         if self._traceback(line, stamped, time):
             return
+        if "NaN detected in" in line and not self.nan:
+            self.nan = _cut(line)
         if _BIND.search(line) and not self.bind_error:
             self.bind_error = _cut(line)
         self._phase(line, time)

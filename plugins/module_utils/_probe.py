@@ -19,6 +19,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from ansible_collections.gpufleet.sglang.plugins.module_utils._answers import Finding
+from ansible_collections.gpufleet.sglang.plugins.module_utils._probe_checks import chat, expected, samples
+
 READY_TIMEOUT = 5.0
 HEALTH_TIMEOUT = 25.0  # /health sends a request of its own and gives up after 20 s
 INFO_TIMEOUT = 5.0
@@ -39,6 +42,9 @@ class ProbeOptions:
     max_tokens: int = 16
     timeout: float = 30.0
     api_key: str = ""
+    expect: str = ""  # regular expression that the greedy answer must match
+    chat_tokens: int = 0  # 0: no chat is asked
+    sample: bool = True  # ask at temperature 1 too
 
 
 @dataclass(frozen=True)
@@ -56,6 +62,7 @@ class ProbeResult:
     decode_tokens_per_second: float | None = None
     completion_tokens: int | None = None
     text: str | None = None
+    wrong: dict[str, str] | None = None  # code, detail, evidence: it answers, but not as a model does
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data for the next slice."""
@@ -148,9 +155,28 @@ class Probe:
             if not_ready:
                 return ProbeResult(starting=" 503" in not_ready, reason=not_ready)
             answer = self.generate()
+            wrong = self.wrong(answer)
+            if wrong:
+                return ProbeResult(reason=wrong.evidence, wrong=asdict(wrong))
         except ProbeError as exc:
             return ProbeResult(reason=str(exc), starting="Connection refused" in str(exc))
         return ProbeResult(ok=True, **answer, **self.info())
+
+    def wrong(self, answer: Mapping[str, Any]) -> Finding | None:
+        """Return what is wrong with a server that answers; see _probe_checks."""
+        options = self.options
+        found = expected(answer.get("text"), options.expect)
+        if not found and options.sample:
+            found = samples(self, options.prompt, options.timeout)
+        if not found and options.chat_tokens:
+            found = chat(self, "", options.chat_tokens, options.timeout)
+        return found
+
+    def post(self, path: str, document: Mapping[str, Any], timeout: float) -> tuple[int, bytes]:
+        """Return status and body; raises ProbeError when there is no complete answer in time."""
+        request = self.request("POST", path, timeout, json.dumps(document).encode())
+        with request as response:
+            return response.status, b"".join(request.chunks())
 
     def not_ready(self) -> str:
         """Return '' when /ready (or /health, where there is no /ready) answers 200, else what it said."""

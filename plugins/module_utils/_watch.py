@@ -6,14 +6,14 @@
 from __future__ import annotations
 
 import os
-import socket
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
+from ansible_collections.gpufleet.sglang.plugins.module_utils._facts import oom_kills
 from ansible_collections.gpufleet.sglang.plugins.module_utils._health import (
     FAILED,
     Limits,
@@ -26,14 +26,7 @@ from ansible_collections.gpufleet.sglang.plugins.module_utils._health import (
     note_progress,
     short,
 )
-from ansible_collections.gpufleet.sglang.plugins.module_utils._instance import (
-    Instance,
-    PlanFileError,
-    instance_from_dict,
-    read_applied,
-    read_plan,
-    with_applied,
-)
+from ansible_collections.gpufleet.sglang.plugins.module_utils._instance import Instance
 from ansible_collections.gpufleet.sglang.plugins.module_utils._journal import Follower, LineSource
 from ansible_collections.gpufleet.sglang.plugins.module_utils._listeners import (
     Listener,
@@ -44,26 +37,24 @@ from ansible_collections.gpufleet.sglang.plugins.module_utils._listeners import 
 )
 from ansible_collections.gpufleet.sglang.plugins.module_utils._probe import Probe, ProbeOptions, ProbeResult
 from ansible_collections.gpufleet.sglang.plugins.module_utils._runner import Runner
+from ansible_collections.gpufleet.sglang.plugins.module_utils._siblings import stand_out
 from ansible_collections.gpufleet.sglang.plugins.module_utils._systemd import (
     UnitState,
     cgroup_pids,
     show,
     unit_of_pid,
 )
+from ansible_collections.gpufleet.sglang.plugins.module_utils._why import Case
 
-INSTANCE_DEFAULTS: dict[str, Any] = {
-    "host": "127.0.0.1",
-    "argv": [],
-    "environment": {},
-    "environment_file": "",
-    "unit_file": "",
-}
 INTERVAL = 0.7  # s between looks
 SETTLE = 5  # tenths of a second for a ready line to arrive ...
 FRESH = 3600.0  # ... of a server that started so many seconds ago, or less
 GRACE = 1.0  # s that bad news waits for answers that are on their way
 PROBE_EVERY = 1.0  # s between two questions to a server that is not ready
 COMPILERS = frozenset(("nvcc", "cicc", "ptxas", "ninja", "cc1plus", "cudafe++", "fatbinary"))
+
+Explain = Callable[[Sequence[Case]], dict[str, dict[str, Any]]]
+Place = Callable[[Sequence[Instance]], dict[str, tuple[bool, str]]]  # by unit: on its GPU?, on which others
 
 
 class World(Protocol):
@@ -80,6 +71,7 @@ class World(Protocol):
     def holder(self, inode: int) -> tuple[int, str, str] | None: ...
     def names(self, pids: Sequence[int]) -> set[str]: ...
     def cpu(self, pids: Sequence[int]) -> float: ...
+    def oom_kills(self, unit: UnitState) -> int | None: ...
     def ask(self, key: str, host: str, port: int) -> None: ...
     def asking(self, key: str) -> bool: ...
     def answer(self, key: str) -> ProbeResult | None: ...
@@ -146,6 +138,10 @@ class Host:
                 continue
         return ticks / os.sysconf("SC_CLK_TCK")
 
+    def oom_kills(self, unit: UnitState) -> int | None:
+        """Return how many of the unit's processes were killed for memory."""
+        return oom_kills(unit.control_group)
+
     def ask(self, key: str, host: str, port: int) -> None:
         """Start asking in a thread, which ends with the process."""
 
@@ -185,11 +181,15 @@ class Watch:
         host: str,
         invocations: Mapping[str, str] | None = None,
         state: Mapping[str, Any] | None = None,
+        explain: Explain | None = None,
+        place: Place | None = None,
     ) -> None:
+        self.explain, self.place = explain, place
         self.world, self.instances, self.host = world, list(instances), host
         self.invocations = {short(unit): value for unit, value in (invocations or {}).items()}
         carried = (state or {}).get("units", {})
         self.memories = {item.unit: memory_from_dict(carried.get(item.unit, {})) for item in instances}
+        self.single = False  # one look: nothing gets more decided
         self.asked_at: dict[str, float] = {}
         self.asked_for: dict[str, str] = {}
 
@@ -239,6 +239,7 @@ class Watch:
             holder=holder,
             compiling=bool(COMPILERS & world.names(pids)),
             cpu_seconds=unit.cpu_seconds or world.cpu(pids),
+            oom_kills=world.oom_kills(unit),
         )
         note_progress(memory, look)
         return look
@@ -278,13 +279,38 @@ class Watch:
                 break
             self.world.sleep(0.1)
             self.world.follower.poll()
-        return [
-            describe(item, self.memories[item.unit], looks[item.unit], verdicts[item.unit], self.host)
+        whys = self._whys(looks, verdicts)
+        servers = [
+            {
+                **describe(item, self.memories[item.unit], looks[item.unit], verdicts[item.unit], self.host),
+                "diagnosis": whys.get(item.unit),
+            }
             for item in self.instances
         ]
+        ready = {server["unit"] for server in servers if server["state"] == "ready"}
+        asked = [item for item in self.instances if item.unit in ready and item.uuid]
+        nan = {unit: look.digest.nan for unit, look in looks.items() if look.digest.nan}
+        return stand_out(servers, self.place(asked) if self.place and asked else {}, nan)
+
+    def _whys(self, looks: Mapping[str, Look], verdicts: Mapping[str, Verdict]) -> dict[str, dict[str, Any]]:
+        """Explain the servers that are decided and not well."""
+        bad = [
+            item
+            for item in self.instances
+            if verdicts[item.unit].state in FAILED and self._decided(verdicts[item.unit])
+        ]
+        if not bad or self.explain is None:
+            return {}
+        return self.explain(
+            [Case(item, self.memories[item.unit], looks[item.unit], verdicts[item.unit]) for item in bad]
+        )
+
+    def _decided(self, verdict: Verdict) -> bool:
+        return verdict.terminal or self.single
 
     def once(self, timeout: float) -> Outcome:
         """Look once; a server that listens is asked, and all are given timeout seconds together."""
+        self.single = True
         looks = self.look()
         deadline = self.world.now() + timeout
         pending = self.collect(looks)
@@ -350,44 +376,3 @@ def make_host(
 def _told(look: Look) -> bool:
     """Say whether the ready line was read, or is not to be expected any more."""
     return look.digest.phase in ("none", "ready") or look.now - look.unit.started > FRESH
-
-
-@dataclass(frozen=True)
-class Chosen:
-    """The servers a call is about, and what is to be said about the choice."""
-
-    instances: list[Instance]
-    host: str
-    message: str = ""
-
-
-def select(plan: str, given: Sequence[Mapping[str, Any]] | None, units: Sequence[str] | None) -> Chosen:
-    """Take the servers from the arguments or from the plan's file; a plan that is not there has none.
-
-    Raises PlanFileError when the file cannot be read or a wanted unit is not in it.
-    """
-    host = socket.gethostname()
-    if given is not None:
-        instances = [_instance(item) for item in given]
-    elif not Path(plan).exists():
-        return Chosen([], host, f"{plan} does not exist: nothing has been deployed on this host")
-    else:
-        read = with_applied(read_plan(plan), read_applied(str(Path(plan).parent)))
-        instances, host = read.instances, read.host
-    if units is not None:
-        known = {short(item.unit) for item in instances}
-        unknown = sorted({short(unit) for unit in units} - known)
-        if unknown:
-            raise PlanFileError(f"not in the plan: {', '.join(unknown)}; it has {', '.join(sorted(known)) or 'none'}")
-        wanted = {short(unit) for unit in units}
-        instances = [item for item in instances if short(item.unit) in wanted]
-    return Chosen(instances, host)
-
-
-def _instance(data: Mapping[str, Any]) -> Instance:
-    lacking = [key for key in ("gpu", "unit", "port") if data.get(key) in (None, "")]
-    if lacking:
-        raise PlanFileError(f"an entry of instances lacks {', '.join(lacking)}: {dict(data)}")
-    unit = str(data["unit"])
-    full = unit if unit.endswith(".service") else f"{unit}.service"
-    return instance_from_dict({**INSTANCE_DEFAULTS, **data, "port": int(data["port"]), "unit": full})

@@ -70,6 +70,14 @@ options:
         description: Tokens to ask for.
         type: int
         default: 16
+      expect:
+        description: Regular expression that the greedy answer must match.
+        type: str
+      chat_tokens:
+        description:
+          - Also ask a chat for at most so many tokens; its content must not end up in C(reasoning_content).
+        type: int
+        default: 0
       timeout:
         description: Seconds for the whole answer.
         type: int
@@ -77,6 +85,13 @@ options:
       api_key:
         description: Key to send, for servers that want one.
         type: str
+  retry_transient:
+    description:
+      - Restart a server once, one after the other, when its diagnosis is one for which that helps
+        (RV(servers[].diagnosis.retry=auto)); nothing else is ever tried again.
+      - Done by the action plugin, and only with O(wait=true).
+    type: bool
+    default: false
   slice_seconds:
     description:
       - Internal. The action plugin asks for slices of this length and goes on with O(watch_state).
@@ -201,6 +216,45 @@ servers:
       description: The log lines that say why, the most telling first.
       type: list
       elements: str
+    diagnosis:
+      description: Why it is not well; null for a server that is.
+      type: dict
+      contains:
+        code:
+          description: Stable name of the cause, V(unknown_failure) when nothing fits.
+          type: str
+        detail:
+          description: Finer name of the cause, which may change between versions.
+          type: str
+        severity:
+          description: One of V(hardware), V(fatal), V(transient), V(degraded), V(warning) and V(info).
+          type: str
+        retry:
+          description: Whether trying again helps - V(no), V(once), V(after_remedy), or V(auto) where the gate does it.
+          type: str
+        says:
+          description: The cause in a few words.
+          type: str
+        evidence:
+          description: Lines of the log and facts of the host that show it.
+          type: list
+          elements: str
+        remedy:
+          description: What to change, in the installed engine's flags.
+          type: str
+        also_seen:
+          description: Other causes that there were signs of.
+          type: list
+          elements: str
+        phase:
+          description: How far the server had come.
+          type: str
+    remedy:
+      description: The value that a remedy changed for this GPU, in one line; null when there is none.
+      type: str
+    retried:
+      description: The code for which the server was started once more; only there when it was.
+      type: str
     invocation_id:
       description: The invocation that was judged.
       type: str
@@ -224,20 +278,28 @@ watch_state:
   type: dict
 """
 
+from pathlib import Path
+
 from ansible.module_utils.basic import AnsibleModule
+from ansible_collections.gpufleet.sglang.plugins.module_utils._facts import on_its_gpu
 from ansible_collections.gpufleet.sglang.plugins.module_utils._health import Limits, failure_message
 from ansible_collections.gpufleet.sglang.plugins.module_utils._instance import PlanFileError
 from ansible_collections.gpufleet.sglang.plugins.module_utils._journal import ProcessLines
 from ansible_collections.gpufleet.sglang.plugins.module_utils._probe import ProbeOptions
+from ansible_collections.gpufleet.sglang.plugins.module_utils._remedies import read
 from ansible_collections.gpufleet.sglang.plugins.module_utils._runner import SubprocessRunner
+from ansible_collections.gpufleet.sglang.plugins.module_utils._select import select
 from ansible_collections.gpufleet.sglang.plugins.module_utils._systemd import SystemdError
-from ansible_collections.gpufleet.sglang.plugins.module_utils._watch import Watch, make_host, select
+from ansible_collections.gpufleet.sglang.plugins.module_utils._watch import Watch, make_host
+from ansible_collections.gpufleet.sglang.plugins.module_utils._why import Explainer
 
 PROBE = {
     "prompt": {"type": "str", "default": ProbeOptions.prompt},
     "max_tokens": {"type": "int", "default": ProbeOptions.max_tokens, "no_log": False},
     "timeout": {"type": "int", "default": int(ProbeOptions.timeout)},
     "api_key": {"type": "str", "no_log": True},
+    "expect": {"type": "str"},
+    "chat_tokens": {"type": "int", "default": 0, "no_log": False},
 }
 ARGUMENTS = {
     "plan": {"type": "path", "default": "/etc/sglang/plan.json"},
@@ -248,6 +310,7 @@ ARGUMENTS = {
     "timeout": {"type": "int", "default": 5400},
     "invocations": {"type": "dict", "default": {}},
     "probe": {"type": "dict", "default": {}, "options": PROBE, "apply_defaults": True},
+    "retry_transient": {"type": "bool", "default": False},
     "slice_seconds": {"type": "float"},
     "watch_state": {"type": "dict"},
 }
@@ -260,7 +323,14 @@ def main() -> None:
     params = module.params
     waits = params["wait"] and not module.check_mode
     probe = params["probe"]
-    options = ProbeOptions(probe["prompt"], probe["max_tokens"], float(probe["timeout"]), probe["api_key"] or "")
+    options = ProbeOptions(
+        probe["prompt"],
+        probe["max_tokens"],
+        float(probe["timeout"]),
+        probe["api_key"] or "",
+        probe["expect"] or "",
+        probe["chat_tokens"],
+    )
     state = params["watch_state"] or {}
     try:
         chosen = select(params["plan"], params["instances"], params["units"])
@@ -270,6 +340,8 @@ def main() -> None:
             chosen.host,
             params["invocations"],
             state,
+            Explainer(SubprocessRunner(), ProcessLines(), str(Path(params["plan"]).parent)),
+            lambda instances: on_its_gpu(SubprocessRunner(), instances),
         )
         if waits:
             limits = Limits(params["progress_timeout"], params["timeout"])
@@ -280,6 +352,9 @@ def main() -> None:
         if waits:
             module.fail_json(msg=str(exc), servers=[])
         module.exit_json(changed=False, servers=[], msg=str(exc))
+    remedies = read(str(Path(params["plan"]).parent))
+    for server in outcome.servers:
+        server["remedy"] = remedies[server["gpu"]].text() if server["gpu"] in remedies else None
     result = {"changed": False, "servers": outcome.servers}
     if chosen.message:
         result["msg"] = chosen.message

@@ -102,6 +102,12 @@ options:
     description: The release's virtual environment.
     type: path
     required: true
+  remedies:
+    description:
+      - Codes whose recorded remedies are applied, with their limits; see M(gpufleet.sglang.sglang_remedy).
+      - A remedy is applied only while the value it replaces is still the one that is asked for.
+    type: dict
+    default: {}
   options_file:
     description: The engine's option list. Without it flags are not checked, and the result says so.
     type: path
@@ -183,6 +189,11 @@ lines:
   elements: str
   sample:
     - "GPU 0 (NVIDIA RTX PRO 6000, GPU-5e1f...): sglang@0.service on 127.0.0.1:30000, canary"
+remedies:
+  description: The remedies that this plan holds, a line for each - where it differs from what was asked for.
+  returned: always
+  type: list
+  elements: str
 problems:
   description: Everything that stands in the way, each with C(code), C(severity), C(message), C(remedy) and C(gpu).
   returned: always
@@ -198,7 +209,7 @@ findings:
 from typing import Any
 
 from ansible.module_utils.basic import AnsibleModule
-from ansible_collections.gpufleet.sglang.plugins.module_utils import _model
+from ansible_collections.gpufleet.sglang.plugins.module_utils import _model, _remedies
 from ansible_collections.gpufleet.sglang.plugins.module_utils._files import (
     FileError,
     FileSpec,
@@ -225,7 +236,7 @@ from ansible_collections.gpufleet.sglang.plugins.module_utils._ports import List
 from ansible_collections.gpufleet.sglang.plugins.module_utils._preflight import look_at_gpus
 from ansible_collections.gpufleet.sglang.plugins.module_utils._runner import SubprocessRunner
 
-_NOT_SETTINGS = ("path", "user", "options_file", "toolkit_file", "facts", "timeout")
+_NOT_SETTINGS = ("remedies", "path", "user", "options_file", "toolkit_file", "facts", "timeout")
 
 
 def argument_spec() -> dict[str, Any]:
@@ -246,6 +257,7 @@ def argument_spec() -> dict[str, Any]:
         "environment": {"type": "dict", "default": {}},
         "release": {"type": "str", "required": True},
         "venv": {"type": "path", "required": True},
+        "remedies": {"type": "dict", "default": {}},
         "options_file": {"type": "path"},
         "toolkit_file": {"type": "path"},
         "config_dir": {"type": "path", "default": "/etc/sglang"},
@@ -275,6 +287,14 @@ def main() -> None:
     """Run the module."""
     module = AnsibleModule(argument_spec=argument_spec(), supports_check_mode=True)
     params = dict(module.params)
+    held = _remedies.valid(
+        _remedies.read(params["config_dir"]),
+        params["remedies"],
+        params["instances"],
+        params["settings"],
+        params["environment"],
+    )
+    params["instances"] = _remedies.merged(params["instances"], held)
     settings = PlanSettings(**{key: value for key, value in params.items() if key not in _NOT_SETTINGS})
     try:
         options = engine_options(params["options_file"])
@@ -288,7 +308,11 @@ def main() -> None:
     problems += _model.unreadable_by(SubprocessRunner(), params["user"], params["model"])
     for note in notes:
         module.warn(f"{params['name']}: {note.text()}")
+    drift = [f"GPU {gpu}: {item.text()}" for gpu, item in held.items()]
+    for line in drift:
+        module.warn(f"{params['name']}: {line}; {params['config_dir']}/{_remedies.NAME} records it")
     result: dict[str, Any] = {
+        "remedies": drift,
         "problems": [item.to_dict() for item in problems],
         "findings": [item.to_dict() for item in notes],
         "flags_checked": options is not None,
@@ -309,7 +333,7 @@ def main() -> None:
         diff=[change.diff for change in changes],
         plan=plan.to_dict(),
         removed_units=removed_units(plan, read_applied(params["config_dir"]).values()),
-        lines=describe(plan, facts.gpus),
+        lines=[*describe(plan, facts.gpus), *drift],
         **result,
     )
 

@@ -78,6 +78,9 @@ def _line(server: Mapping[str, Any], text: str) -> str:
 
 def _why(server: Mapping[str, Any]) -> str:
     reason = server["reason"] or "no reason known"
+    found = server.get("diagnosis") or {}
+    if found and found["code"] != "unknown_failure":
+        reason = f"{found['code']}: {(found['evidence'] or [reason])[0]}"
     if server["state"] != "failed" or not server["exit_code"]:
         return reason
     ended = f"{server['exit_code']} {server['exit_status']}"

@@ -21,6 +21,7 @@ KEYS = (
     "state",
     "phase",
     "port",
+    "code",
     "reason",
     "seconds_to_ready",
     "kv_tokens",
@@ -37,6 +38,9 @@ KEYS = (
     "exit_status",
     "error_lines",
     "restarts",
+    "diagnosis",
+    "remedy",
+    "retried",
 )
 COLUMNS = (
     ("HOST", "host", "<"),
@@ -54,7 +58,14 @@ COLUMNS = (
 
 def row(data: Mapping[str, Any], host: str) -> dict[str, Any]:
     """Return one GPU's row: all keys, None where nothing is known."""
-    return {**{key: data.get(key) for key in KEYS}, "host": data.get("host") or host}
+    found = data.get("diagnosis")
+    known = found if isinstance(found, Mapping) else {}
+    return {
+        **{key: data.get(key) for key in KEYS},
+        "host": data.get("host") or host,
+        "code": data.get("code") or known.get("code"),
+        "diagnosis": dict(known) or None,
+    }
 
 
 def rows_of(host: str, result: Any, reachable: bool = True) -> list[dict[str, Any]]:
@@ -100,7 +111,7 @@ def table(rows: Sequence[Mapping[str, Any]], width: int = WIDTH) -> str:
     """Return a table no wider than width; long reasons wrap below themselves and are cut in the end."""
     cells = [[_cell(key, line.get(key)) for _title, key, _side in COLUMNS] for line in rows]
     sizes = [max([len(title), *(len(line[at]) for line in cells)]) for at, (title, _key, _side) in enumerate(COLUMNS)]
-    reasons = [" ".join(str(line.get("reason") or "").split()) for line in rows]
+    reasons = [_reason(line) for line in rows]
     used = sum(sizes) + 2 * len(sizes)
     beside = width - used >= MIN_REASON
     indent = used if beside else 6
@@ -115,6 +126,18 @@ def table(rows: Sequence[Mapping[str, Any]], width: int = WIDTH) -> str:
         lines += [" " * indent + text for text in wrapped]
     lines.append(summary(rows))
     return "\n".join(line.rstrip() for line in lines)
+
+
+def _reason(line: Mapping[str, Any]) -> str:
+    """Return the code and what shows it, else the plain reason."""
+    found = line.get("diagnosis") or {}
+    evidence = (found.get("evidence") or [""])[0]
+    text = str(line.get("reason") or "")
+    if found.get("code"):
+        text = f"{found['code']}: {evidence or text}"
+    notes = [str(line["remedy"])] if line.get("remedy") else []
+    notes += [f"started once more after {line['retried']}"] if line.get("retried") else []
+    return " ".join("; ".join([*([text] if text else []), *notes]).split())
 
 
 def _join(cell: Sequence[str], sizes: Sequence[int]) -> str:

@@ -119,7 +119,7 @@ class Fleet:
     def launch(self, playbook: str, *args: str, extra: dict | None = None, env: dict | None = None, **kw) -> Run:
         """Start a playbook; its lines are collected as they come."""
         argv = [kw.get("program") or self.bin("ansible-playbook"), *self.inventory_args]
-        argv.append(playbook if playbook.count(".") > 1 else f"playbooks/{playbook}.yml")
+        argv.append(playbook if playbook.endswith(".yml") or playbook.count(".") > 1 else f"playbooks/{playbook}.yml")
         argv += list(args)
         if extra:
             argv += ["-e", json.dumps(extra)]

@@ -22,6 +22,8 @@ KNOWN = frozenset(
         "dead-scheduler",
         "empty-answer",
         "garbage",
+        "nan-logits",
+        "same-samples",
         "killed-loading",
         "silent-graphs",
     ]

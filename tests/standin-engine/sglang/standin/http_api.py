@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+import random
 import socket
 import time
 import uuid
@@ -240,6 +241,10 @@ class Handler(BaseHTTPRequestHandler):
         count = 0 if "empty-answer" in engine.faults else min(int(wanted), self.context())
         rate = float(os.environ.get("STANDIN_TOKENS_PER_SECOND", "200"))
         make = {"/generate": self.generate, "/v1/chat/completions": self.chat}.get(path, self.completion)
+        if path == "/generate" and isinstance(request.get("text"), list):
+            time.sleep(count / rate)
+            self.send(200, [self.sample(request, rid, count) for _text in request["text"]])
+            return
         if not request.get("stream"):
             time.sleep(count / rate)
             self.send(200, make(request, rid, prompt, count, True, False))
@@ -252,6 +257,16 @@ class Handler(BaseHTTPRequestHandler):
         for event in self.events(make, request, rid, prompt, count, rate):
             self.chunk(f"data: {event}\n\n".encode())
         self.wfile.write(b"0\r\n\r\n")
+
+    def sample(self, request: Any, rid: str, count: int) -> dict[str, Any]:
+        """One of several answers of /generate, with log probabilities of tokens drawn at random."""
+        answer = dict(self.generate(request, rid, 5, count, True, False))
+        draw = random.Random(1 if "same-samples" in self.engine.faults else None)
+        ids = [draw.randrange(300, 50000) for _token in range(count)]
+        value = None if "nan-logits" in self.engine.faults else -6.5
+        answer["output_ids"] = ids
+        answer["meta_info"]["output_token_logprobs"] = [[value, token, None] for token in ids]
+        return answer
 
     def events(self, make: Any, request: Any, rid: str, prompt: int, count: int, rate: float) -> Iterator[str]:
         """Yield one event a token (a role first and usage last for chat), then [DONE]."""

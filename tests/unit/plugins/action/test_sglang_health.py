@@ -101,3 +101,31 @@ def test_lost_connections(run):
 def test_module_failure_is_passed_on(run, answer):
     result, _calls, _lines = run([answer], wait=True)
     assert (result["failed"], result["msg"], result["servers"]) == (True, answer["msg"], [])
+
+
+TRANSIENT = {"code": "jit_contention", "says": "x", "evidence": ["e"], "remedy": "r", "also_seen": [], "retry": "auto"}
+
+
+def test_a_transient_failure_is_tried_once_more_and_nothing_else(run):
+    bad = server("failed", diagnosis=TRANSIENT)
+    other = {
+        **server("failed", diagnosis={**TRANSIENT, "code": "gpu_oom", "retry": "no"}),
+        "gpu": 4,
+        "unit": "sglang@4.service",
+    }
+    script = [part(bad, other, done=True), {"rc": 0}, {"rc": 0}, {"stdout": "i2"}, part(server("ready"), done=True)]
+    result, calls, lines = run(script, wait=True, retry_transient=True)
+    assert [call["argv"][1] for call in calls if "argv" in call] == ["reset-failed", "restart", "show"]
+    assert (calls[4]["units"], calls[4]["invocations"]) == (["sglang@3.service"], {"sglang@3.service": "i2"})
+    assert [item["state"] for item in result["servers"]] == ["ready", "failed"]
+    assert result["servers"][0]["retried"] == "jit_contention"
+    assert (result["changed"], result["failed"]) == (True, True)
+    assert any("started once more (jit_contention)" in line for line in lines)
+
+
+def test_a_transient_failure_that_stays_is_not_tried_again(run):
+    bad = server("failed", diagnosis=TRANSIENT)
+    script = [part(bad, done=True), {"rc": 0}, {"rc": 0}, {"stdout": "i2"}, part(bad, done=True)]
+    result, calls, _lines = run(script, wait=True, retry_transient=True)
+    assert len([call for call in calls if "argv" in call]) == 3
+    assert result["failed"]

@@ -101,7 +101,7 @@ def test_a_hung_nvidia_smi_is_a_problem_and_not_a_hang(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     started = time.monotonic()
     gpus, (finding,) = _gpus.query(SubprocessRunner(), timeout=0.3)
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 30  # it sleeps for 60
     assert (gpus, finding.code) == ([], "nvidia_smi_hung")
 
 

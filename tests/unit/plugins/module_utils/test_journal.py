@@ -134,4 +134,4 @@ def test_process_lines():
     lines = source.lines([sys.executable, "-c", endless], seconds=30)
     assert next(lines) == b"x"
     lines.close()
-    assert time.monotonic() - begun < 5
+    assert time.monotonic() - begun < 25  # the endless program was ended

@@ -85,11 +85,11 @@ def probe(port, **options):
 
 
 def hang(handler):
-    time.sleep(3)
+    time.sleep(8)
 
 
 def drip_header(handler):
-    for _n in range(40):
+    for _n in range(90):
         handler.connection.sendall(b"H")
         time.sleep(0.1)
 
@@ -97,7 +97,7 @@ def drip_header(handler):
 def drip_body(handler):
     handler.send_response(200)
     handler.end_headers()
-    for _n in range(40):
+    for _n in range(90):
         handler.wfile.write(b":\n")
         time.sleep(0.1)
 
@@ -118,9 +118,15 @@ def test_ready(monkeypatch):
     assert result.ok and not result.reason
     assert (result.model, result.version, result.kv_tokens, result.max_running_requests) == ("m", "0.5.23", 8192, 64)
     assert (result.completion_tokens, result.text) == (3, "xxx")
-    assert 0.08 < result.first_token_seconds < 0.5
-    assert 5 < result.decode_tokens_per_second < 12
-    assert [path for _method, path, _key in server.asked] == ["/ready", "/generate", "/model_info", "/server_info"]
+    assert 0.08 < result.first_token_seconds < 5
+    assert 1 < result.decode_tokens_per_second < 12
+    assert [path for _method, path, _key in server.asked] == [
+        "/ready",
+        "/generate",
+        "/generate",
+        "/model_info",
+        "/server_info",
+    ]
     assert {key for _method, _path, key in server.asked} == {"Bearer k"}
 
 
@@ -167,7 +173,7 @@ def test_not_ready(answers, starting, reason):
     with engine(**answers) as (_server, port):
         result = probe(port)
     assert (result.ok, result.starting, result.reason) == (False, starting, reason)
-    assert time.monotonic() - begun < 3
+    assert time.monotonic() - begun < 7
 
 
 @pytest.mark.parametrize("info", [(200, b"[1]"), (200, b"nonsense"), (500, b"")])

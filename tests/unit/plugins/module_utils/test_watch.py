@@ -13,8 +13,9 @@ from ansible_collections.gpufleet.sglang.plugins.module_utils._instance import I
 from ansible_collections.gpufleet.sglang.plugins.module_utils._journal import Follower
 from ansible_collections.gpufleet.sglang.plugins.module_utils._listeners import Listener
 from ansible_collections.gpufleet.sglang.plugins.module_utils._probe import ProbeOptions, ProbeResult
+from ansible_collections.gpufleet.sglang.plugins.module_utils._select import select
 from ansible_collections.gpufleet.sglang.plugins.module_utils._systemd import UnitState
-from ansible_collections.gpufleet.sglang.plugins.module_utils._watch import Host, Watch, select
+from ansible_collections.gpufleet.sglang.plugins.module_utils._watch import Host, Watch
 from ansible_collections.gpufleet.sglang.tests.unit.replay import REPLAYS, Journal, lines_of
 
 GOOD = ProbeResult(ok=True, model="m", completion_tokens=4)
@@ -100,6 +101,9 @@ class World:
 
     def cpu(self, pids):
         return 0.0
+
+    def oom_kills(self, unit):
+        return 0
 
     def ask(self, key, host, port):
         after, answer = self.answers.get(key, (0.0, WARMING))

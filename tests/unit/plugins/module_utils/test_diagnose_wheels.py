@@ -1,0 +1,129 @@
+# GNU General Public License v3.0+ (see LICENSE or https://www.gnu.org/licenses/gpl-3.0.txt)
+"""What the rules rely on, against the wheels that are installed: a renamed message is noticed at the next upgrade."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import re
+import zipfile
+from pathlib import Path
+
+import pytest
+from ansible_collections.gpufleet.sglang.plugins.module_utils._diagnose import diagnose
+from ansible_collections.gpufleet.sglang.plugins.module_utils._diagnose_codes import is_state
+from ansible_collections.gpufleet.sglang.plugins.module_utils._diagnose_log import WRAPPER
+
+WHEELS = Path(__file__).resolve().parents[4] / ".cache/wheels"
+# Words of the engine (and of what comes with it) that the rules and the reader are built on.
+FRAGMENTS = {
+    "sglang": [
+        "Received sigquit from a child process",
+        "SIGQUIT received",
+        "crashed with exit code",
+        "scheduler died during initialization",
+        "Scheduler hit an exception",
+        "Initialization failed. warmup error",
+        "cuda graph failed",
+        "Possible solutions:",
+        "kill_process_tree called",
+        "The server is fired up and ready to roll!",
+        "Load weight begin",
+        "Init parallel begin",
+        "max_total_num_tokens=",
+        "leave no GPU memory for the KV cache",
+        "memory capacity is unbalanced",
+        "Cannot find any model weights",
+        "are not supported for now",
+        "mem-fraction-static",
+        "Not enough space for mamba",
+        "NaN detected in",
+        "Watchdog timeout",
+        "is used by a process already",
+        "is not available in",
+        "Health check failed. Server couldn't get a response from detokenizer",
+        "Performance might be sub-optimal",
+        "minimum required version",
+        "Prefill out of memory",
+        "is only supported",
+        "exceeds the maximum allowed length",
+        "has no usable cached build",
+    ],
+    "transformers": ["does not recognize this architecture", "does not appear to have a file named"],
+    "huggingface_hub": ["Repo id must be in the form", "GatedRepoError", "Cannot find the requested files"],
+    "triton": ["Failed to find C compiler", "out of resource: "],
+    "flashinfer": ["Ninja build failed. Ninja output:", "FlashInfer requires GPUs with sm75", "Ignoring incompatible"],
+    "apache_tvm_ffi": ["ninja exited with status"],
+}
+LEVELS = ("info", "warning", "debug", "warn", "info_once", "warning_once", "warning_rank0", "log_info_on_rank0")
+
+
+@functools.lru_cache
+def sources(name):
+    """The Python files of a wheel, {} when it is not there."""
+    found = sorted(WHEELS.glob(f"{name}-*.whl")) or sorted(WHEELS.glob(f"{name}_python-*.whl"))
+    if not found:
+        return {}
+    with zipfile.ZipFile(found[0]) as wheel:
+        return {item: wheel.read(item).decode("utf-8", "replace") for item in wheel.namelist() if item.endswith(".py")}
+
+
+def joined(text):
+    """Source text with strings that were broken over lines put together again."""
+    return re.sub(r"[\"']\s*\n\s*[rf]{0,2}[\"']", "", text)
+
+
+@pytest.mark.parametrize("name", FRAGMENTS)
+def test_every_fragment_is_in_its_wheel(name):
+    files = sources(name)
+    if not files:
+        pytest.skip(f"no wheel of {name} in .cache/wheels (scripts/wheelhouse fetches those of the CPU engine)")
+    whole = "\n".join(files.values())
+    whole = (whole + joined(whole)).lower()
+    assert [text for text in FRAGMENTS[name] if text.lower() not in whole] == []
+
+
+def logged(files):
+    """The texts that are logged below the level of an error, placeholders filled in."""
+    for text in files.values():
+        try:
+            tree = ast.parse(text)
+        except SyntaxError:
+            continue
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.Call) or not node.args:
+                continue
+            if getattr(node.func, "attr", getattr(node.func, "id", "")) in LEVELS:
+                said = literal(node.args[0])
+                if said and len(said) > 8:
+                    yield said
+
+
+def literal(node):
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return re.sub(r"%[\d.]*[sdrf]", "7", node.value)
+    if isinstance(node, ast.JoinedStr):
+        return "".join(part.value if isinstance(part, ast.Constant) else "7" for part in node.values)
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        return (literal(node.left) or "") + (literal(node.right) or "")
+    return ""
+
+
+@pytest.mark.parametrize("name", ["sglang", "flashinfer"])
+def test_no_text_of_a_healthy_server_is_a_diagnosis(name):
+    """While it starts, and while it serves: a server that got ready, or goes on, has nothing that must be explained."""
+    texts = sorted(set(logged(sources(name))))
+    if not texts:
+        pytest.skip(f"no wheel of {name} in .cache/wheels")
+    assert len(texts) > 200
+    stamp = "[2026-12-01 02:16:58] "
+    ready = f"{stamp}The server is fired up and ready to roll!"
+    found = {}
+    for text in texts:
+        lines = [f"{stamp}{line}" for line in text.split("\n")]
+        for log in ([*lines, ready], [ready, *lines]):
+            said = diagnose(log)
+            if said and not is_state(said.code) and not WRAPPER.search(text):
+                found[text[:160]] = said.code
+    print(f"{name}: {len(texts)} texts, {len(found)} diagnoses")
+    assert found == {}
