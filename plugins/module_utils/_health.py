@@ -245,14 +245,17 @@ def describe(instance: Instance, memory: Memory, look: Look, verdict: Verdict, h
     unit, digest, answer = look.unit, look.digest, memory.answer or ProbeResult()
     same = unit.invocation_id == memory.invocation
     phase = digest.phase
-    if verdict.state == "ready":
+    rests = verdict.state in ("stopped", "absent")  # figures of a server that is gone would read as its own
+    if rests:
+        phase = "none"
+    elif verdict.state == "ready":
         phase = "ready"
     elif phase == "none" and unit.running:
         phase = "process"
     exit_code, exit_status = exit_of(look, memory.invocation)
     if verdict.state in ("ready", "starting", "absent"):
         exit_code, exit_status = "", None
-    if not unit.started or not same:
+    if not unit.started or not same or rests:
         seconds = None
     else:
         seconds = max(0.0, (look.now if unit.running else unit.exited) - unit.started)
@@ -274,11 +277,9 @@ def describe(instance: Instance, memory: Memory, look: Look, verdict: Verdict, h
         "seconds_to_ready": _seconds_to_ready(memory, look, ready),
         "model": answer.model if ready else None,
         "version": answer.version if ready else None,
-        "kv_tokens": (answer.kv_tokens if ready and answer.kv_tokens is not None else digest.kv_tokens),
+        "kv_tokens": None if rests else _known(answer.kv_tokens if ready else None, digest.kv_tokens),
         "max_running_requests": (
-            answer.max_running_requests
-            if ready and answer.max_running_requests is not None
-            else digest.max_running_requests
+            None if rests else _known(answer.max_running_requests if ready else None, digest.max_running_requests)
         ),
         "first_token_seconds": answer.first_token_seconds if ready else None,
         "decode_tokens_per_second": answer.decode_tokens_per_second if ready else None,
@@ -292,6 +293,10 @@ def describe(instance: Instance, memory: Memory, look: Look, verdict: Verdict, h
         "main_pid": unit.main_pid or None,
         "restarts": unit.restarts,
     }
+
+
+def _known(asked: int | None, logged: int | None) -> int | None:
+    return logged if asked is None else asked
 
 
 def _phases(memory: Memory, look: Look) -> dict[str, float]:

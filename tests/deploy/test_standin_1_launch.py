@@ -137,7 +137,8 @@ def test_stop_lets_requests_finish(fleet):
 def test_status_of_a_stopped_fleet(fleet, tmp_path):
     path = tmp_path / "status.json"
     fleet.play("status", extra={"sglang_server_status_json": str(path)})
-    assert {row["state"] for row in json.loads(path.read_text())} == {"stopped"}
+    rows = json.loads(path.read_text())
+    assert {(row["state"], row["phase"], row["kv_tokens"]) for row in rows} == {("stopped", "none", None)}
 
 
 def test_start_canary_first(fleet):
