@@ -10,13 +10,13 @@ from fleet import ROOT
 
 GPUS = range(8)
 OLD = ROOT / ".cache" / "venv-2.19" / "bin" / "ansible-playbook"
-NO_CONFIG = {"ANSIBLE_HOST_KEY_CHECKING": "false", "ANSIBLE_CONFIG": "/dev/null"}
 
 
 @pytest.fixture(scope="module")
 def installed(fleet, tmp_path_factory):
     """The collection, built and installed as a user would."""
     folder = tmp_path_factory.mktemp("collections")
+    (folder / "ansible.cfg").touch()
     galaxy = fleet.bin("ansible-galaxy")
     subprocess.run(
         [galaxy, "collection", "build", "--output-path", str(folder)], cwd=ROOT, check=True, capture_output=True
@@ -27,6 +27,12 @@ def installed(fleet, tmp_path_factory):
         cwd=folder,
         check=True,
         capture_output=True,
+        # else it finds this clone's link, and says that the collection is installed already
+        env={
+            **os.environ,
+            "ANSIBLE_CONFIG": str(folder / "ansible.cfg"),
+            "ANSIBLE_COLLECTIONS_PATH": str(folder / "installed"),
+        },
     )
     return folder / "installed"
 
@@ -47,9 +53,12 @@ def absolute(fleet):
 def test_as_an_installed_collection_from_another_folder(fleet, installed, tmp_path):
     absolute(fleet)
     pids = fleet.pids(GPUS)
-    run = fleet.play(
-        "gpufleet.sglang.deploy", cwd=tmp_path, env={**NO_CONFIG, "ANSIBLE_COLLECTIONS_PATH": str(installed)}
-    )
+    elsewhere = {
+        "ANSIBLE_HOST_KEY_CHECKING": "false",
+        "ANSIBLE_CONFIG": str(installed.parent / "ansible.cfg"),
+        "ANSIBLE_COLLECTIONS_PATH": str(installed),
+    }
+    run = fleet.play("gpufleet.sglang.deploy", cwd=tmp_path, env=elsewhere)
     assert run.changed == 0, run.output
     assert fleet.pids(GPUS) == pids
 
