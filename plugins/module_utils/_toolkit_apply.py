@@ -48,6 +48,14 @@ def check_folder(folder: str, uid: int) -> str:
         )
     if status.st_mode & 0o022:
         return f"{folder} can be written to by others (mode {stat.S_IMODE(status.st_mode):04o}): take that away"
+    for name in ("wheels", "in-place", MARK, ".users"):
+        if os.path.islink(f"{folder}/{name}"):
+            return f"{folder}/{name} is a link: nothing is written through it"
+    try:
+        if not os.path.isfile(f"{folder}/{MARK}") and set(os.listdir(folder)) - {LOCK}:
+            return f"{folder} holds files that are not ours. Name an empty folder, or one that does not exist"
+    except OSError as exc:
+        return f"{folder}: {exc.strerror}"
     return ""
 
 

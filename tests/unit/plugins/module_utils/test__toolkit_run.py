@@ -387,7 +387,29 @@ def test_an_unsafe_folder_is_refused(desk, prepare, word):
     assert word in found[0].message
 
 
+@pytest.mark.parametrize("name", ["config.old", "wheels/torch-set/x", "a/b"])
+def test_a_folder_of_somebody_elses_is_refused_and_left_alone(desk, name):
+    """What was there before without our mark is not ours: nothing in it is swept, pruned or removed."""
+    write(desk.top / "cuda" / name)
+    desk.top.joinpath("cuda").chmod(0o755)
+    assert "not ours" in str(desk.run().listed())
+    assert (desk.top / "cuda" / name).exists()
+    assert not (desk.top / "cuda/.gpufleet-cuda").exists()
+
+
+@pytest.mark.parametrize("name", ["wheels", "in-place", ".users"])
+def test_nothing_is_written_through_a_link_in_the_folder(desk, name):
+    victim = desk.top / "victim"
+    write(victim / "keep.new")
+    write(desk.top / "cuda/.gpufleet-cuda")
+    desk.top.joinpath("cuda").chmod(0o755)
+    (desk.top / "cuda" / name).symlink_to(victim)
+    assert "is a link" in str(desk.run().listed())
+    assert [path.name for path in victim.iterdir()] == ["keep.new"]
+
+
 def test_leftovers_of_killed_runs_are_swept(desk):
+    write(desk.top / "cuda/.gpufleet-cuda")
     write(desk.top / "cuda/13.0.88-abc.new/bin/nvcc")
     write(desk.top / "cuda/13.0.88-abc.old/bin/nvcc")
     write(desk.top / "cuda/wheels/13.0-1.new/x")
