@@ -6,6 +6,7 @@ FLEET_HOST say against what.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -56,9 +57,22 @@ class Run:
             if self.process.poll() is not None:
                 break
             time.sleep(0.1)
-        if self.process.poll() is None:
-            os.killpg(self.process.pid, signal.SIGKILL)
+        self.kill()
         raise AssertionError(f"{pattern!r} was not printed:\n{self.output}")
+
+    def kill(self) -> None:
+        """SIGKILL the playbook and everything below it: Ansible's workers have sessions of their own."""
+        family, found = [], [self.process.pid]
+        while found:
+            family += found
+            listed = subprocess.run(
+                ["ps", "-o", "pid=", "--ppid", ",".join(map(str, found))], capture_output=True, text=True, check=False
+            )
+            found = [int(pid) for pid in listed.stdout.split()]
+        for pid in family:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.process.wait()
 
     def changed_tasks(self) -> list[str]:
         """Return the tasks that reported a change, in order."""
@@ -155,7 +169,7 @@ class Fleet:
         try:
             run.rc = run.process.wait(timeout)
         except subprocess.TimeoutExpired:
-            os.killpg(run.process.pid, signal.SIGKILL)
+            run.kill()
             raise AssertionError(f"{playbook} did not end in {timeout} s:\n{run.output}") from None
         run.seconds = time.time() - run.started
         time.sleep(0.1)  # the last lines

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import signal
 
 import pytest
 
@@ -95,7 +93,7 @@ def test_a_killed_controller_leaves_work_that_the_next_run_finishes(fleet):
     extra = {"sglang_server_watchdog_timeout": 113}
     run = fleet.launch("deploy", extra=extra)
     run.wait_for(r"sglang@3\S*: restart")
-    os.killpg(run.process.pid, signal.SIGKILL)
+    run.kill()
     fleet.play("deploy", extra=extra)
     assert fleet.play("deploy", extra=extra).changed == 0
     fleet.play("deploy")
