@@ -80,7 +80,7 @@ def test_a_canary_with_a_missing_shard_goes_back(fleet):
     print(f"named {named - min(died):.1f} s after its death")
     assert named - min(died) <= 5
     assert re.search(r"afetensor|HeaderTooLarge|MetadataIncompleteBuffer", run.output)
-    assert "answers again" in run.output
+    assert "answers again" in run.output, run.output
     assert fleet.answers(PORT) > 0
     after = fleet.pids(GPUS)
     assert [gpu for gpu in GPUS if after[gpu] != pids[gpu]] == [0]
