@@ -13,8 +13,9 @@ import naive
 import pytest
 from ansible_collections.gpufleet.sglang.plugins.module_utils._runner import SubprocessRunner
 from ansible_collections.gpufleet.sglang.plugins.module_utils._toolkit_build import Settings
+from ansible_collections.gpufleet.sglang.plugins.module_utils._toolkit_finish import remove
 from ansible_collections.gpufleet.sglang.plugins.module_utils._toolkit_layout import machine_folder, multiarch
-from ansible_collections.gpufleet.sglang.plugins.module_utils._toolkit_run import remove, run
+from ansible_collections.gpufleet.sglang.plugins.module_utils._toolkit_run import run
 from ansible_collections.gpufleet.sglang.plugins.module_utils._toolkit_stub import make_stub
 
 NEW = "0.7.2.post1"

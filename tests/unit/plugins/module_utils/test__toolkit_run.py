@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from ansible_collections.gpufleet.sglang.plugins.module_utils import _toolkit_apply as apply
 from ansible_collections.gpufleet.sglang.plugins.module_utils import _toolkit_compose as comp
+from ansible_collections.gpufleet.sglang.plugins.module_utils import _toolkit_finish as finish
 from ansible_collections.gpufleet.sglang.plugins.module_utils import _toolkit_run as tool
 from ansible_collections.gpufleet.sglang.plugins.module_utils import _toolkit_wheels as wheels
 from ansible_collections.gpufleet.sglang.plugins.module_utils._toolkit_build import Settings
@@ -327,8 +328,8 @@ def test_in_place_adds_records_and_takes_back(desk):
     (desk.site.root / "lib/libcudart.so").unlink()  # as after `pip install -U`
     assert desk.run(repair="in_place").changed
     assert (desk.site.root / "lib/libcudart.so").exists()
-    assert tool.remove(desk.settings.folder, desk.settings.config_dir, check=True).changed
-    assert tool.remove(desk.settings.folder, desk.settings.config_dir).changed
+    assert finish.remove(desk.settings.folder, desk.settings.config_dir, check=True).changed
+    assert finish.remove(desk.settings.folder, desk.settings.config_dir).changed
     assert snapshot(desk.site.folder) == before
     assert not (desk.top / "cuda").exists()
 
@@ -362,12 +363,12 @@ def test_in_place_leaves_by_a_link_nothing(desk, tmp_path):
 def test_removal_leaves_what_another_configuration_uses(desk):
     home = desk.run().cuda_home
     desk.run(config_dir=str(desk.top / "etc2"))
-    out = tool.remove(desk.settings.folder, desk.settings.config_dir)
+    out = finish.remove(desk.settings.folder, desk.settings.config_dir)
     assert out.pruned == []
     assert Path(home).is_dir()
-    assert tool.remove(desk.settings.folder, str(desk.top / "etc2")).changed
+    assert finish.remove(desk.settings.folder, str(desk.top / "etc2")).changed
     assert not (desk.top / "cuda").exists()
-    assert not tool.remove(desk.settings.folder, str(desk.top / "etc2")).changed
+    assert not finish.remove(desk.settings.folder, str(desk.top / "etc2")).changed
 
 
 @pytest.mark.parametrize(
