@@ -155,8 +155,8 @@ class Build:
         lines = [f"{item.folder} ({item.requirement}, to be installed)" for item in waiting]
         entries = {entry.path: entry.line() for entry in comp.compose(sources, self.cccl, driver)}
         major = (self._cccl_version() if not self.private else self.python.wanted).lstrip("=").partition(".")[0]
+        tree = f"{waiting[0].folder}/nvidia/cu{major}"
         if not self.cccl:
-            tree = f"{waiting[0].folder}/nvidia/cu{major}"
             entries["include/cccl"] = f"include/cccl/... -> a link per file of {tree}/include/cccl"
             entries["include/nv"] = "include/nv -> cccl/nv"
         if self.private in waiting:

@@ -111,9 +111,8 @@ def _refusal(
     if not toolkits and not found:
         text = "there is no nvcc: not in the venv, not in $CUDA_HOME, not below /usr/local, not on the PATH"
         version = python.wanted or "==13.0.*"
-        remedy = (
-            f'Install one: {shlex.quote(python.path)} -m pip install "cuda-toolkit[nvcc,crt,nvvm,cudart,cccl]{version}"'
-        )
+        install_it = f"{shlex.quote(python.path)} -m pip install"
+        remedy = f'Install one: {install_it} "cuda-toolkit[nvcc,crt,nvvm,cudart,cccl]{version}"'
         found.append(Finding("toolkit_absent", text, remedy))
     if install and pip and not python.wanted and not python.split:
         text = "which CUDA torch runs on is not known, so no matching set of wheels can be named"

@@ -26,6 +26,7 @@ from ansible_collections.gpufleet.sglang.plugins.module_utils._files import (
 )
 from ansible_collections.gpufleet.sglang.plugins.module_utils._finding import WARNING, Finding
 from ansible_collections.gpufleet.sglang.plugins.module_utils._toolkit_build import Settings
+from ansible_collections.gpufleet.sglang.plugins.module_utils._toolkit_folder import MARK
 from ansible_collections.gpufleet.sglang.plugins.module_utils._toolkit_outcome import Outcome
 
 
@@ -125,7 +126,7 @@ def remove(folder: str, config_dir: str, *, check: bool = False) -> Outcome:
     Raises ApplyError, with the remedy, when a server still has one of the trees as its CUDA_HOME.
     """
     out = Outcome()
-    ours = os.path.isfile(f"{folder}/{apply.MARK}") and not os.path.islink(folder)
+    ours = os.path.isfile(f"{folder}/{MARK}") and not os.path.islink(folder)
     names = [*apply.trees(folder), *apply.private_sets(folder), *inplace.records(folder)] if ours else []
     recorded = state.load(config_dir)
     if recorded and recorded.get("folder", folder) == folder:

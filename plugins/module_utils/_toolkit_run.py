@@ -33,6 +33,7 @@ from ansible_collections.gpufleet.sglang.plugins.module_utils._toolkit_build imp
 )
 from ansible_collections.gpufleet.sglang.plugins.module_utils._toolkit_choose import Choice, choose
 from ansible_collections.gpufleet.sglang.plugins.module_utils._toolkit_finish import finish
+from ansible_collections.gpufleet.sglang.plugins.module_utils._toolkit_folder import check_folder
 from ansible_collections.gpufleet.sglang.plugins.module_utils._toolkit_layout import candidates, check_cuda_home
 from ansible_collections.gpufleet.sglang.plugins.module_utils._toolkit_look import (
     CCCL_FAULTS,
@@ -54,7 +55,7 @@ def run(settings: Settings, runner: Runner, environ: Mapping[str, str], *, check
         out.findings.append(Finding("venv_missing", python, "Install the engine first (--tags engine)"))
         return finish(settings, out, state.load(settings.config_dir), check)
     with ExitStack() as stack:
-        problem = apply.check_folder(settings.folder, os.geteuid())
+        problem = check_folder(settings.folder, os.geteuid())
         if problem:
             out.findings.append(Finding("folder_unsafe", problem, "Give another folder, or correct this one"))
         elif not check and settings.repair != NONE:

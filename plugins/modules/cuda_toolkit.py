@@ -26,8 +26,8 @@ extends_documentation_fragment:
 attributes:
   check_mode:
     support: full
-    details: Nothing is compiled for a folder that does not exist yet. Of wheels that are still to be installed the links are
-      shown that every such set has, and where the rest comes from.
+    details: Nothing is compiled for a folder that does not exist yet. Of wheels that are still to be installed the
+      links are shown that every such set has, and where the rest comes from.
   diff_mode:
     support: full
     details: Shows the folder link by link.
@@ -36,7 +36,8 @@ options:
     description:
       - V(present) makes and proves a CUDA_HOME.
       - V(absent) takes back all that was made in O(folder), all additions to wheels, and C(toolkit.json). It is refused
-        while a server of O(config_dir) has one of the folders as its E(CUDA_HOME); what another configuration uses stays.
+        while a server of O(config_dir) has one of the folders as its E(CUDA_HOME). What another configuration uses
+        stays.
     type: str
     choices: [present, absent]
     default: present
@@ -57,8 +58,8 @@ options:
     elements: str
     default: []
   folder:
-    description: Where composed folders and private wheels lie. It, and every folder above it, belongs to the user that runs
-      the module or to root, and nobody else can write to them.
+    description: Where composed folders and private wheels lie. It, and every folder above it, belongs to the user that
+      runs the module or to root, and nobody else can write to them.
     type: path
     default: /opt/sglang/cuda
   config_dir:
@@ -79,8 +80,9 @@ options:
     description:
       - What to do when nvcc, its headers, nvvm and the runtime are of different versions, or some are missing.
       - V(install) installs one set, of the version torch runs on, into O(folder); the environment stays as it is.
-      - V(fail) says which command would repair the environment. It fails also where another toolkit of the host would do,
-        and names that one; O(cuda_home) takes it. An environment that has no nvcc is no such case, and the host's is used.
+      - V(fail) says which command would repair the environment. It fails also where another toolkit of the host would
+        do, and names that one; O(cuda_home) takes it. An environment that has no nvcc is no such case, and the host's
+        is used.
     type: str
     choices: [install, fail]
     default: install
@@ -297,8 +299,10 @@ def lines_of(out: Outcome) -> list[str]:
     """Say it for people: every finding with what was done about it, what was made, and what follows."""
     lines = []
     word, verb = {
-        DONE: ("repaired", "made"), PLANNED: ("to be repaired", "to be made"), UNPROVEN: ("not used yet", "not used yet")
-    }[out.stage]  # fmt: skip
+        DONE: ("repaired", "made"),
+        PLANNED: ("to be repaired", "to be made"),
+        UNPROVEN: ("not used yet", "not used yet"),
+    }[out.stage]
     for item in dict.fromkeys(out.findings):
         if item.code in out.repaired:
             lines.append(f"{word}: {item.message}")
