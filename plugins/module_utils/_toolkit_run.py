@@ -174,15 +174,14 @@ def _repair(build: Build, archs: Sequence[str], before: Mapping[str, Any], out: 
         return
     build.plan_entries()
     path, differs = build.path, build.differs()
-    out.diff += _diff(build, before, path)
-    if differs:
-        out.changed = True
-        if not check:
-            try:
-                build.write()
-            except (apply.ApplyError, StubError, FileError, OSError) as exc:
-                out.findings.append(Finding("not_written", f"{path} could not be made: {exc}", "Correct the cause"))
-                return
+    shown = _diff(build, before, path)
+    if differs and not check:
+        try:
+            build.write()
+        except (apply.ApplyError, StubError, FileError, OSError) as exc:
+            out.findings.append(Finding("not_written", f"{path} could not be made: {exc}", "Correct the cause"))
+            return
+    out.changed, out.diff = out.changed or differs, [*out.diff, *shown]
     mended = {item.code for item in build.toolkit.findings}
     out.repaired = mended - ({"cccl_mixed"} if settings.repair == IN_PLACE else set())
     out.tree, out.stage = path, PLANNED if check and differs else DONE
