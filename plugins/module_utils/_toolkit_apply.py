@@ -26,6 +26,7 @@ from ansible_collections.gpufleet.sglang.plugins.module_utils._toolkit_layout im
 WHEELS = "gpufleet-wheels.json"  # in a private set of wheels
 LOCK_TIMEOUT = 1800.0
 NOTE = "made by gpufleet.sglang: CUDA_HOME folders composed of links, safe to remove\n"
+MADE = "made too: "  # folders above it, from the lowest one on
 _LEFT = re.compile(r"[\w.]+-[0-9a-f]+\.(new|old)")  # a tree or a private set on its way in or out
 _EXCHANGE = 2
 
@@ -41,7 +42,8 @@ def locked(folder: str, clock: Callable[[], float] = time.monotonic) -> Iterator
     if problem:
         raise ApplyError(problem)
     try:
-        for path in reversed([Path(folder), *Path(folder).parents]):
+        made = [path for path in [Path(folder), *Path(folder).parents] if not path.exists()]
+        for path in reversed(made):
             if not path.exists():
                 path.mkdir(exist_ok=True)
                 path.chmod(0o755)  # whatever the umask
@@ -66,7 +68,8 @@ def locked(folder: str, clock: Callable[[], float] = time.monotonic) -> Iterator
         try:
             mark = Path(folder, MARK)
             if not mark.exists():
-                mark.write_text(NOTE, encoding="utf-8")
+                above = "".join(f"{MADE}{path}\n" for path in made[1:])
+                mark.write_text(f"{NOTE}{above}", encoding="utf-8")
             _sweep(folder)
         except OSError as exc:
             raise ApplyError(f"{exc.filename or folder}: {exc.strerror}: correct that, or give another folder") from exc
@@ -280,9 +283,12 @@ def remove_all(folder: str) -> list[str]:
     for path in (f"{folder}/wheels", f"{folder}/in-place"):  # what others put there stays
         with contextlib.suppress(OSError):
             os.rmdir(path)
+    lines = Path(folder, MARK).read_text(encoding="utf-8", errors="replace").splitlines()
+    above = [line[len(MADE) :] for line in lines if line.startswith(MADE)]
     for name in (".users", MARK, LOCK):
         with contextlib.suppress(FileNotFoundError):
             os.unlink(f"{folder}/{name}")
-    with contextlib.suppress(OSError):
-        os.rmdir(folder)
+    with contextlib.suppress(OSError):  # as far as they are empty
+        for path in [folder, *(path for path in above if folder.startswith(f"{path}/"))]:
+            os.rmdir(path)
     return gone

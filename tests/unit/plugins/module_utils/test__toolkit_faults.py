@@ -536,6 +536,19 @@ def test_removal_takes_the_record_and_only_what_is_ours(desk, monkeypatch):
     assert not desk.remove().changed
 
 
+def test_folders_that_were_made_above_go_too_and_others_stay(desk):
+    (desk.top / "there").mkdir()
+    desk.settings = replace(desk.settings, folder=f"{desk.top}/there/a/b/cuda")
+    desk.run()
+    desk.run()
+    desk.remove()
+    assert list((desk.top / "there").iterdir()) == []
+    desk.run()
+    write(desk.top / "there/a/x")
+    desk.remove()
+    assert [path.name for path in (desk.top / "there/a").iterdir()] == ["x"]
+
+
 def test_pruning_leaves_folders_of_others_alone(desk):
     desk.run()
     write(desk.top / "cuda/wheels/others/x")
