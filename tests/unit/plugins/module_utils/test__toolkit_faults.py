@@ -17,7 +17,7 @@ from ansible_collections.gpufleet.sglang.plugins.module_utils import _toolkit_in
 from ansible_collections.gpufleet.sglang.plugins.module_utils import _toolkit_wheels as wheels
 from ansible_collections.gpufleet.sglang.plugins.module_utils._toolkit_apply import ApplyError
 from ansible_collections.gpufleet.sglang.plugins.module_utils._toolkit_folder import check_folder
-from toolkits import Desk, Host, codes, snapshot, system, write
+from toolkits import Desk, Host, Site, codes, snapshot, system, write
 
 NOBODY = 65534
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder away")
@@ -292,6 +292,64 @@ def test_skew_fail_fails_where_another_toolkit_would_do_and_names_it(tmp_path, m
     assert f"cuda_toolkit_fix_cuda_home={root}" in other["remedy"]
     assert desk.run(skew="fail", cuda_home=str(root)).cuda_home == str(root)
     assert desk.run(skew="install").cuda_home == str(root)
+
+
+PARTS = {  # what is missing -> code; each is a fault that was seen in the field, with its log
+    "bin/nvcc": "nvcc_missing",
+    "bin/nvcc.profile": "nvcc_profile_missing",
+    "bin/cudafe++": "cudafe_missing",
+    "bin/ptxas": "ptxas_missing",
+    "bin/fatbinary": "fatbinary_missing",
+    "nvvm/bin": "cicc_missing",
+    "nvvm": "cicc_missing",
+    "include/crt": "crt_missing",
+    "include/cuda_runtime.h": "runtime_missing",
+    "lib/libcudart.so.13": "libcudart_missing",
+}
+
+
+@pytest.fixture
+def wheelhouse(tmp_path, monkeypatch):
+    """Private sets come from here; the names of what was asked for."""
+    asked = []
+
+    def install(_runner, private, _python, _origin):
+        asked.append(private.requirement)
+        made = Site(tmp_path / "made")
+        os.makedirs(os.path.dirname(private.folder), exist_ok=True)
+        made.folder.rename(private.folder)
+        write(Path(private.folder) / wheels.RECORD, "{}")
+
+    monkeypatch.setattr(wheels, "install", install)
+    return asked
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_a_missing_part_is_named_and_refused_or_replaced_by_one_set(tmp_path, monkeypatch, wheelhouse, part):
+    desk = Desk(tmp_path, monkeypatch, part, torch_cuda="13.0")
+    before = snapshot(desk.site.folder)
+    refused = desk.run(skew="fail")
+    assert PARTS[part] in codes(refused, repaired=False)
+    assert not refused.proven
+    (problem,) = [item for item in refused.problems if item.code == PARTS[part]]
+    assert 'pip install "cuda-toolkit[' in problem.remedy
+    out = desk.run()
+    assert (out.proven, out.problems) == (True, [])
+    assert PARTS[part] in codes(out, repaired=True)
+    assert wheelhouse == ["cuda-toolkit[nvcc,crt,nvvm,cudart,cccl]==13.0.*"]
+    assert not desk.run().changed
+    assert snapshot(desk.site.folder) == before
+
+
+def test_the_half_of_a_cccl_that_an_uninstall_leaves_is_not_used(tmp_path, monkeypatch, wheelhouse):
+    gone = ("include/nv", "include/cccl/nv", "include/cccl/thrust")
+    desk = Desk(tmp_path, monkeypatch, *gone, wheels={"nvidia_cuda_cccl": ""})
+    out = desk.run()
+    assert out.proven
+    assert wheelhouse == ["cuda-toolkit[cccl]==13.0.*"]
+    targets = {os.readlink(path) for path in Path(out.cuda_home, "include/cccl").rglob("*") if path.is_symlink()}
+    assert targets
+    assert not [target for target in targets if target.startswith(str(desk.site.root))]
 
 
 def test_an_environment_without_nvcc_is_no_skew(tmp_path, monkeypatch):

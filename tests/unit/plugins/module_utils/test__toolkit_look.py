@@ -168,6 +168,15 @@ def test_bad_values_and_wrappers_are_told(tmp_path):
     assert [(item.code, item.severity) for item in problems] == [("cuda_home_bad", "error")]
 
 
+def test_a_cuda_home_that_is_not_there_is_told(tmp_path):
+    site = Site(tmp_path)
+    found, problems = candidates(
+        site.python, "", {"CUDA_HOME": "/nonexistent/cuda", "PATH": "/nonexistent"}, str(tmp_path / "root")
+    )
+    assert [item.root for item in found] == [str(site.root)]
+    assert [(item.code, item.severity) for item in problems] == [("cuda_home_gone", "warning")]
+
+
 def test_layouts(tmp_path):
     conda = tmp_path / "conda"
     write(conda / "conda-meta/history")
