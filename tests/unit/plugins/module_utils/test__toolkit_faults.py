@@ -111,13 +111,32 @@ def test_a_damaged_text_is_written_again(desk, how):
 
 @pytest.mark.parametrize(
     ("name", "target"),
-    [("bin/ptxas", "/bin/true"), ("lib64", "/usr/lib"), ("include/nv", "/nonexistent"), ("lib/libcudart.so", "x.so")],
+    [
+        ("bin/ptxas", "/bin/true"),
+        ("include/cuda.h", "/nonexistent"),
+        ("lib64", "/usr/lib"),
+        ("include/nv", "/nonexistent"),
+        ("lib/libcudart.so", "x.so"),
+    ],
 )
 def test_a_link_that_leads_elsewhere_is_set_right(desk, name, target):
     home = desk.run().cuda_home
     before = snapshot(home)
     os.unlink(f"{home}/{name}")
     os.symlink(target, f"{home}/{name}")
+    assert desk.run().changed
+    assert snapshot(home) == before
+
+
+@pytest.mark.parametrize("name", ["include", "lib", "nvvm", "include/cccl", "include/cuda.h"])
+def test_a_tree_that_lost_a_part_gets_it_back(desk, name):
+    home = Path(desk.run().cuda_home)
+    before = snapshot(home)
+    if (home / name).is_symlink():
+        (home / name).unlink()
+    else:
+        shutil.rmtree(home / name)
+    assert desk.run(check=True).changed
     assert desk.run().changed
     assert snapshot(home) == before
 
