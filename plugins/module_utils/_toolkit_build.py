@@ -243,7 +243,10 @@ def manifest_of(tree: str) -> str:
             if os.path.islink(path):
                 lines.append(f"{relative} -> {os.readlink(path)}")
             elif os.path.isfile(path) and relative == comp.STUB:
-                lines.append(f"{relative} (generated from {os.path.realpath(f'{tree}/include/cuda.h')})")
+                header = f"{tree}/include/cuda.h"
+                lines.append(
+                    f"{relative} (generated from {os.readlink(header) if os.path.islink(header) else 'nothing'})"
+                )
             elif os.path.isfile(path) and relative != RECORD:
                 lines.append(f"{relative} (written here)")
     return "".join(f"{line}\n" for line in sorted(lines))
