@@ -25,7 +25,7 @@ from ansible_collections.gpufleet.sglang.plugins.module_utils._files import (
     write_files,
 )
 from ansible_collections.gpufleet.sglang.plugins.module_utils._finding import WARNING, Finding
-from ansible_collections.gpufleet.sglang.plugins.module_utils._toolkit_build import Settings
+from ansible_collections.gpufleet.sglang.plugins.module_utils._toolkit_build import NONE, Settings
 from ansible_collections.gpufleet.sglang.plugins.module_utils._toolkit_folder import MARK
 from ansible_collections.gpufleet.sglang.plugins.module_utils._toolkit_outcome import Outcome
 
@@ -41,12 +41,12 @@ def finish(settings: Settings, out: Outcome, before: Mapping[str, Any], check: b
     cleared = host.stale_ninja(settings.needs.cache_dirs, out.cuda_home or "", out.flashinfer) if out.proven else []
     if cleared:
         out.findings += host.ninja_finding(cleared, check)
-        out.repaired.add("ninja_pinned")
+        out.repaired |= set() if check else {"ninja_pinned"}
         out.changed = True
     _write(settings, out, known, cleared, check)
     if out.cuda_home:
         out.drift = state.drift(settings.config_dir, out.cuda_home)
-    if out.proven and not check:
+    if out.proven and not check and settings.repair != NONE:  # the folder's lock is held
         keep = [out.cuda_home or "", str(out.details.get("private") or "")]
         try:
             out.pruned = prune(settings.folder, settings.config_dir, keep)

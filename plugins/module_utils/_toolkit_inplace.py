@@ -49,7 +49,8 @@ def record_path(folder: str, root: str) -> str:
 def load(path: str) -> list[Addition]:
     """Return the recorded additions of one tree."""
     try:
-        items = _read(path).get("additions", [])
+        root = root_of(path)
+        items = [item for item in _read(path).get("additions", []) if item["path"].startswith(f"{root}/")]
         return [Addition(item["path"], item["kind"], item["mark"], item.get("before", "")) for item in items]
     except (KeyError, TypeError, AttributeError):
         return []

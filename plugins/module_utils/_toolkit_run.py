@@ -80,7 +80,7 @@ def _work(
 ) -> None:  # fmt: skip
     in_place = settings.repair == IN_PLACE
     out.flashinfer = python.packages.get("flashinfer-python", "")
-    if settings.repair == COMPOSE:
+    if settings.repair == COMPOSE and not out.findings:  # a record in a folder that is not safe says nothing
         _leave_in_place(settings, python, out, check)
     layouts, found = candidates(python, settings.cuda_home, environ, settings.base)
     out.findings += found

@@ -209,6 +209,25 @@ def test_a_folder_below_one_that_others_can_change_is_refused(open_desk, mode, o
         assert "Use a folder below one" in found.message
 
 
+@pytest.mark.parametrize("inside", [True, False])
+def test_a_record_of_somebody_elses_moves_nothing(desk, inside):
+    """Neither one in a folder that others can write to, nor one that names paths outside its tree."""
+    desk.run(repair="in_place")
+    link, victim = desk.top / "link", desk.site.root / "lib64"
+    link.symlink_to("/etc/hostname")
+    record = Path(inplace.record_path(desk.settings.folder, str(desk.site.root)))
+    data = json.loads(record.read_text())
+    data["additions"] = [{"path": str(victim if inside else link), "kind": "link", "mark": os.readlink(link)}]
+    if inside:
+        victim.unlink()
+        victim.symlink_to("/etc/hostname")
+        (desk.top / "cuda").chmod(0o777)
+    record.write_text(json.dumps(data))
+    desk.run()
+    assert link.is_symlink()
+    assert victim.is_symlink()
+
+
 @as_root
 def test_a_folder_behind_a_link_is_judged_by_where_it_lies(open_desk):
     real = open_desk.top / "real"
@@ -286,6 +305,16 @@ def test_a_finding_says_what_became_of_it(desk):
     failed = desk.run(prove_again=True)
     assert "is not used: it was not proven" in remedies(failed)[0]
     assert {item["repaired"] for item in failed.listed()} == {False}
+
+
+def test_pinned_builds_are_said_to_be_deleted_only_when_they_are(desk):
+    desk.site.packages["flashinfer-python"] = "0.6.9"
+    desk.run()
+    write(desk.top / ".cache/flashinfer/0.6.9/120f/cached_ops/page/build.ninja", "cuda_home = /old\n")
+    (planned,) = [item for item in desk.run(check=True).listed() if item["code"] == "ninja_pinned"]
+    assert (planned["repaired"], "To be deleted" in planned["remedy"]) == (False, True)
+    (done,) = [item for item in desk.run().listed() if item["code"] == "ninja_pinned"]
+    assert (done["repaired"], done["remedy"].startswith("Deleted")) == (True, True)
 
 
 def test_a_refused_run_says_nothing_of_repairs(desk):
