@@ -51,7 +51,8 @@ def check_folder(folder: str, uid: int) -> str:
 def _check_above(folder: str, uid: int) -> str:
     """Look at every folder above, as it is named and as it really lies: who can rename one of them can swap all."""
     named, real = Path(folder), Path(os.path.realpath(folder))
-    for path, child in {p: c for leaf in (named, real) for p, c in zip(leaf.parents, [leaf, *leaf.parents])}.items():
+    pairs = [pair for leaf in (named, real) for pair in zip(leaf.parents, [leaf, *leaf.parents])]
+    for path, child in dict.fromkeys(pairs):
         try:
             status = path.stat()
         except FileNotFoundError:
@@ -76,7 +77,8 @@ def _check_above(folder: str, uid: int) -> str:
                 continue
         except OSError:
             pass
-        return f"{path}, above {folder}, is open to everybody ({mode}), and {child} is not there yet. {ELSEWHERE}"
+        reason = f"is open to everybody ({mode}), and {child} is not there yet or another's"
+        return f"{path}, above {folder}, {reason}. {ELSEWHERE}"
     return ""
 
 

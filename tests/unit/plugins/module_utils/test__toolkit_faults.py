@@ -240,6 +240,17 @@ def test_a_folder_behind_a_link_is_judged_by_where_it_lies(open_desk):
 
 
 @as_root
+def test_another_users_link_in_a_sticky_folder_is_refused(open_desk):
+    shared = open_desk.top / "shared"
+    (shared / "real").mkdir(parents=True)
+    shared.chmod(0o1777)
+    (shared / "link").symlink_to(shared / "real")
+    assert check_folder(f"{shared}/link/cuda", 0) == ""
+    os.lchown(shared / "link", NOBODY, NOBODY)
+    assert f"{shared}/link" in check_folder(f"{shared}/link/cuda", 0)
+
+
+@as_root
 def test_the_service_user_in_its_own_home(open_desk):
     home = open_desk.top / "home"
     home.mkdir()
