@@ -12,12 +12,13 @@ from typing import Any
 from ansible_collections.gpufleet.sglang.plugins.module_utils._finding import Finding
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+DIGEST_VARIABLE = "GPUFLEET_CONFIG"  # ties a running process to the files it was started with
 _SECRET = re.compile(r"(^|_)(TOKEN|API_?KEY|KEY|SECRET|PASSWORD|PASSWD)(_|$)", re.IGNORECASE)
 _SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _RESERVED = {
     "CUDA_VISIBLE_DEVICES": "List the GPUs in sglang_server_gpus",
     "CUDA_DEVICE_ORDER": "List the GPUs in sglang_server_gpus",
-    "GPUFLEET_CONFIG": "Leave it out: it carries the configuration's fingerprint",
+    DIGEST_VARIABLE: "Leave it out: it carries the configuration's fingerprint",
 }
 
 
