@@ -259,7 +259,9 @@ def _deprecated(name: str, options: EngineOptions | None, where: str, gpu: int |
     instead = option.message or _spelling.deprecated(name, options.version)
     if not instead and "Deprecated" not in option.action:
         return []
-    text = f"{where}extra_args: --{name} is deprecated in SGLang {options.version}" + (f": {instead}" if instead else "")
+    text = f"{where}extra_args: --{name} is deprecated in SGLang {options.version}" + (
+        f": {instead}" if instead else ""
+    )
     return [Finding("flag_deprecated", text, "It works now; the next release may refuse it", WARNING, gpu)]
 
 

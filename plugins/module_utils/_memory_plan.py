@@ -89,9 +89,7 @@ def _read(path: str) -> str:
         return ""
 
 
-def foresee(
-    plan: Plan, rooms: Mapping[int, Room], version: str
-) -> tuple[list[Forecast], list[Finding], list[str]]:
+def foresee(plan: Plan, rooms: Mapping[int, Room], version: str) -> tuple[list[Forecast], list[Finding], list[str]]:
     """Return what each server of the plan will have, what is to be said about it, and why nothing is foretold."""
     forecasts: list[Forecast] = []
     unknown: list[str] = []
@@ -156,7 +154,9 @@ def _judge(told: Forecast, room: Room, model: Footprint, asked: Asked) -> list[F
         text = f"max_total_tokens is {asked.max_tokens}, and its memory holds {told.kv_tokens}{held}"
         warn("memory_tokens", text, "The engine takes what fits: lower it, or raise mem_fraction_static")
     if asked.max_requests and told.max_running_requests < asked.max_requests:
-        text = f"max_running_requests is {asked.max_requests}, and {told.binds_requests} allow {told.max_running_requests}"
+        text = (
+            f"max_running_requests is {asked.max_requests}, and {told.binds_requests} allow {told.max_running_requests}"
+        )
         warn("memory_requests", text, "Raise mem_fraction_static, or take a strategy with fewer state slots a request")
     others = _memory.by_strategy(told.gpu, room, model, asked)
     best = max(others, key=lambda name: others[name], default="")
@@ -217,7 +217,9 @@ def _gib(size: float) -> str:
     return f"{size / 1024:.1f} GiB"
 
 
-def beside(forecasts: Sequence[Mapping[str, Any]], servers: Sequence[Mapping[str, Any]], limit: float) -> dict[str, Any]:
+def beside(
+    forecasts: Sequence[Mapping[str, Any]], servers: Sequence[Mapping[str, Any]], limit: float
+) -> dict[str, Any]:
     """Set the engines' own figures beside the forecasts; a gap above limit percent is a finding."""
     real = {server.get("gpu"): server for server in servers}
     rows, findings = [], []

@@ -11,7 +11,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ansible_collections.gpufleet.sglang.plugins.module_utils import _model
-from ansible_collections.gpufleet.sglang.plugins.module_utils._environment import base_environment, check_environment
+from ansible_collections.gpufleet.sglang.plugins.module_utils._environment import (
+    TORCH_STORE,
+    base_environment,
+    check_environment,
+)
 from ansible_collections.gpufleet.sglang.plugins.module_utils._finding import WARNING, Finding, errors, warnings
 from ansible_collections.gpufleet.sglang.plugins.module_utils._flags import (
     SETTINGS,
@@ -181,7 +185,8 @@ def _own(
             slot.gpu,
         )
         fleet_wrong = {
-            _essence(item) for item in _flags(settings, settings.settings, settings.extra_args, options, where, slot.gpu)[1]
+            _essence(item)
+            for item in _flags(settings, settings.settings, settings.extra_args, options, where, slot.gpu)[1]
         }
         found.extend(item for item in wrong if _essence(item) not in fleet_wrong)
     environment, wrong = check_environment(slot.overrides.get("environment") or {}, where, slot.gpu)
@@ -219,6 +224,8 @@ def _instance(
         gpu=visible,
         offline=_model.kind_of(settings.model) == _model.FOLDER,
     )
+    if any(flag.name in ("nccl-port", "dist-init-addr") for flag in flags):
+        base.pop(TORCH_STORE)  # it would win over them
     return Instance(
         gpu=slot.gpu,
         unit=slot.unit,

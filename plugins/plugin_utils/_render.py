@@ -15,7 +15,6 @@ from typing import Any
 import jinja2
 from ansible_collections.gpufleet.sglang.plugins.module_utils._environment import DIGEST_VARIABLE
 
-
 _PLAIN = re.compile(r"[A-Za-z0-9_@%+=:,./-]+")
 
 
