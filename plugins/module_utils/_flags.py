@@ -180,6 +180,7 @@ def settings_flags(
             continue
         if setting.kind == "bool" and value is not setting.when:
             continue
+        chosen: str | None
         if options is None:
             chosen = _spelling.spelling(setting.flags, version) or setting.flags[0]
         else:

@@ -1,7 +1,7 @@
 # Copyright: The gpufleet.sglang contributors
 # GNU General Public License v3.0+ (see LICENSE or https://www.gnu.org/licenses/gpl-3.0.txt)
 # PRIVATE to the collection gpufleet.sglang: may change at any time.
-"""What a release of SGLang calls a flag, from the table that scripts/tools/spellings reads off the wheels.
+"""What a release of SGLang calls a flag, from the table that scripts/tools/spellings.py reads off the wheels.
 
 An installed engine is asked itself; the table speaks for a release that is not installed yet, and knows what
 an older or newer release called something.

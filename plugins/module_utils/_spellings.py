@@ -1,7 +1,7 @@
 # Copyright: The gpufleet.sglang contributors
 # GNU General Public License v3.0+ (see LICENSE or https://www.gnu.org/licenses/gpl-3.0.txt)
 # PRIVATE to the collection gpufleet.sglang: may change at any time.
-"""Flags by SGLang release. Written by scripts/tools/spellings from the wheels: do not edit."""
+"""Flags by SGLang release. Written by scripts/tools/spellings.py from the wheels: do not edit."""
 
 # fmt: off
 from __future__ import annotations

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[3]
-TOOL = ROOT / "scripts/tools/spellings"
+TOOL = ROOT / "scripts/tools/spellings.py"
 
 
 @pytest.fixture(scope="module")

@@ -1,9 +1,8 @@
-#!/usr/bin/env python3
 # Copyright: The gpufleet.sglang contributors
 # GNU General Public License v3.0+ (see LICENSE or https://www.gnu.org/licenses/gpl-3.0.txt)
 """Write plugins/module_utils/_spellings.py: which flags which SGLang release knows, read off its wheel.
 
-    scripts/tools/spellings [--wheels DIR] [--check] [VERSION...]
+    python scripts/tools/spellings.py [--wheels DIR] [--check] [VERSION...]
 
 The wheels are fetched with pip from the configured index (packages themselves only, no dependencies) into
 DIR, and their argument tables are parsed, not imported. --check compares the committed table with the
@@ -20,6 +19,7 @@ import sys
 import tempfile
 import zipfile
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 TABLE = ROOT / "plugins/module_utils/_spellings.py"
@@ -95,7 +95,7 @@ def replacement(call: ast.Call) -> str:
     return "deprecated"
 
 
-def literal(node: ast.expr) -> object:
+def literal(node: ast.expr) -> Any:
     """Return a literal's value, None for anything else."""
     try:
         return ast.literal_eval(node)
@@ -106,7 +106,7 @@ def literal(node: ast.expr) -> object:
 def settings() -> list[str]:
     """Return the flags that the collection's stable settings may become."""
     sys.path.insert(0, str(ROOT / ".collections"))
-    from ansible_collections.gpufleet.sglang.plugins.module_utils._flags import SETTINGS  # noqa: PLC0415
+    from ansible_collections.gpufleet.sglang.plugins.module_utils._flags import SETTINGS
 
     return sorted({flag for setting in SETTINGS.values() for flag in setting.flags})
 
@@ -130,7 +130,7 @@ def build(known: dict[str, Known]) -> str:
     head = f'''# Copyright: The gpufleet.sglang contributors
 # GNU General Public License v3.0+ (see LICENSE or https://www.gnu.org/licenses/gpl-3.0.txt)
 # PRIVATE to the collection gpufleet.sglang: may change at any time.
-"""Flags by SGLang release. Written by scripts/tools/spellings from the wheels: do not edit."""
+"""Flags by SGLang release. Written by scripts/tools/spellings.py from the wheels: do not edit."""
 
 # fmt: off
 from __future__ import annotations
@@ -186,8 +186,8 @@ def main() -> int:
 
 def differences(known: dict[str, Known]) -> list[str]:
     """Return where the committed table and these wheels disagree."""
-    from ansible_collections.gpufleet.sglang.plugins.module_utils._spelling import deprecated, knows  # noqa: PLC0415
-    from ansible_collections.gpufleet.sglang.plugins.module_utils._spellings import FLAGS  # noqa: PLC0415
+    from ansible_collections.gpufleet.sglang.plugins.module_utils._spelling import deprecated, knows
+    from ansible_collections.gpufleet.sglang.plugins.module_utils._spellings import FLAGS
 
     wrong = []
     for version, flags in known.items():
