@@ -75,11 +75,9 @@ def _pids(proc: str) -> list[str]:
 
 
 def _held(process: Path) -> float:
-    """Return what a process would give back, MiB: its own pages and its share of common ones."""
-    for line in _read(f"{process}/smaps_rollup").splitlines():
-        if line.startswith("Pss:"):
-            return int(line.split()[1]) / 1024
-    return 0.0
+    """Return what a process would give back, MiB; pages of files are free already, as the kernel counts."""
+    cells = [line.split() for line in _read(f"{process}/smaps_rollup").splitlines()]
+    return sum(int(cell[1]) for cell in cells if cell and cell[0] in ("Pss_Anon:", "Pss_Shmem:")) / 1024
 
 
 def _read(path: str) -> str:

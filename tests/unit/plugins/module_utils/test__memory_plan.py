@@ -84,7 +84,7 @@ def test_a_cpus_room_is_what_the_engine_reads(tmp_path):
     for number, unit in ((5, "sglang@0.service"), (6, "sglang@1.service"), (7, "cron.service")):
         (proc / str(number)).mkdir(parents=True)
         (proc / f"{number}/cgroup").write_text(f"0::/system.slice/{unit}\n")
-        (proc / f"{number}/smaps_rollup").write_text("00-ff ---p\nRss: 999999 kB\nPss: 1048576 kB\n")
+        (proc / f"{number}/smaps_rollup").write_text("00-ff ---p\nPss: 1 kB\nPss_File: 9 kB\nPss_Anon: 1048000 kB\nPss_Shmem: 576 kB\n")
     (proc / "meminfo").write_text("MemTotal: 25165824 kB\nMemFree: 1 kB\nMemAvailable: 16777216 kB\n")
     for node in (0, 1):
         (sys / f"devices/system/node/node{node}").mkdir(parents=True)
