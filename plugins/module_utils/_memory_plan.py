@@ -111,7 +111,7 @@ def foresee(plan: Plan, rooms: Mapping[int, Room], version: str) -> tuple[list[F
             taken += _memory.CPU_ENGINE_MIB + told.weights_mib + used
         forecasts.append(told)
         found.extend(_judge(told, room, model, asked))
-    found.extend(_uneven(forecasts, plan.device))
+    found = _shared(found) if plan.device == "cpu" else [*found, *_uneven(forecasts)]
     return sorted(forecasts, key=lambda one: one.gpu), list(dict.fromkeys(found)), list(dict.fromkeys(unknown))
 
 
@@ -171,8 +171,18 @@ def _judge(told: Forecast, room: Room, model: Footprint, asked: Asked) -> list[F
     return found
 
 
-def _uneven(forecasts: Sequence[Forecast], device: str) -> list[Finding]:
-    if device == "cpu" or len(forecasts) < 2:
+def _shared(found: Sequence[Finding]) -> list[Finding]:
+    """Say once that slots on a CPU take each other's memory: which of them gets how much is a matter of who is first."""
+    small = [item.gpu for item in found if item.code == "memory_too_small"]
+    rest = [item for item in found if item.code != "memory_too_small"]
+    if not small:
+        return rest
+    text = f"slots {', '.join(map(str, small))} find no memory left for a KV cache: the others take a fraction each"
+    return [*rest, Finding("memory_shared", text, "Give the fleet a cap: sglang_server_max_total_tokens", WARNING)]
+
+
+def _uneven(forecasts: Sequence[Forecast]) -> list[Finding]:
+    if len(forecasts) < 2:
         return []
     usual = statistics.median(told.free_mib for told in forecasts)
     tokens = round(statistics.median(told.kv_tokens for told in forecasts))

@@ -84,7 +84,9 @@ def test_a_cpus_room_is_what_the_engine_reads(tmp_path):
     for number, unit in ((5, "sglang@0.service"), (6, "sglang@1.service"), (7, "cron.service")):
         (proc / str(number)).mkdir(parents=True)
         (proc / f"{number}/cgroup").write_text(f"0::/system.slice/{unit}\n")
-        (proc / f"{number}/smaps_rollup").write_text("00-ff ---p\nPss: 1 kB\nPss_File: 9 kB\nPss_Anon: 1048000 kB\nPss_Shmem: 576 kB\n")
+        (proc / f"{number}/smaps_rollup").write_text(
+            "00-ff ---p\nPss: 1 kB\nPss_File: 9 kB\nPss_Anon: 1048000 kB\nPss_Shmem: 576 kB\n"
+        )
     (proc / "meminfo").write_text("MemTotal: 25165824 kB\nMemFree: 1 kB\nMemAvailable: 16777216 kB\n")
     for node in (0, 1):
         (sys / f"devices/system/node/node{node}").mkdir(parents=True)
@@ -105,6 +107,10 @@ def test_slots_share_the_hosts_memory(tmp_path):
     told, found, _unknown = foresee(tmp_path, rooms, "--mem-fraction-static", "0.5", device="cpu")
     assert found == []
     assert told[1].kv_tokens < told[0].kv_tokens * 0.6
+    rooms = {gpu: Room(24105, 22000, "cpu") for gpu in range(8)}
+    _told, found, _unknown = foresee(tmp_path, rooms, "--mem-fraction-static", "0.7", device="cpu")
+    assert [(item.code, item.severity, item.gpu) for item in found] == [("memory_shared", "warning", None)]
+    assert found[0].message.startswith("slots 2, 3, 4, 5, 6, 7 find no memory left")
 
 
 def test_weights_that_do_not_fit_stop_the_plan(tmp_path):
