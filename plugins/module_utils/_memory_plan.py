@@ -172,7 +172,7 @@ def _judge(told: Forecast, room: Room, model: Footprint, asked: Asked) -> list[F
 
 
 def _shared(found: Sequence[Finding]) -> list[Finding]:
-    """Say once that slots on a CPU take each other's memory: which of them gets how much is a matter of who is first."""
+    """Say once that slots on a CPU take each other's memory: who is first gets most."""
     small = [item.gpu for item in found if item.code == "memory_too_small"]
     rest = [item for item in found if item.code != "memory_too_small"]
     if not small:
