@@ -17,6 +17,7 @@ from ansible_collections.gpufleet.sglang.plugins.module_utils._gpus import Gpu
 from ansible_collections.gpufleet.sglang.plugins.module_utils._instance import Instance, Plan
 from ansible_collections.gpufleet.sglang.plugins.module_utils._memory import Asked, Forecast, Room
 from ansible_collections.gpufleet.sglang.plugins.module_utils._memory_model import Footprint, ModelUnknown
+from ansible_collections.gpufleet.sglang.plugins.module_utils._spellings import VERSIONS
 from ansible_collections.gpufleet.sglang.plugins.module_utils._systemd import unit_of_pid
 
 _SPECULATIVE = "speculative-algorithm"
@@ -99,7 +100,7 @@ def foresee(plan: Plan, rooms: Mapping[int, Room], version: str) -> tuple[list[F
             continue
         if plan.device == "cpu":
             room = replace(room, free=max(room.free - taken, 1))  # slots share the host's memory
-        asked = _memory.asked_from(item.argv, item.environment, version)
+        asked = _memory.asked_from(item.argv, item.environment, version or VERSIONS[-1])
         try:
             model = _footprint(plan.model, item)
         except ModelUnknown as exc:
