@@ -23,7 +23,7 @@ CAME_OUT = re.compile(r"GPU 0: KV tokens (\d+) \(foretold (\d+), ([\d.]+) % off\
 @pytest.fixture(scope="module")
 def alone(fleet):
     """One slot, so that nobody else takes memory while it measures; the others leave the plan."""
-    asked = {**ALONE, "sglang_server_mem_fraction_static": 0.12}
+    asked = {**ALONE, "sglang_server_mem_fraction_static": 0.2}
     return fleet.play("deploy", "-vvv", "--diff", extra=asked, timeout=300)
 
 
@@ -37,7 +37,7 @@ def tokens(fleet) -> int:
     return json.loads(fleet.http(30000, "/server_info")[1])["max_total_num_tokens"]
 
 
-@pytest.mark.parametrize("fraction", [0.15, 0.2, 0.25])
+@pytest.mark.parametrize("fraction", [0.25, 0.35, 0.45])
 def test_the_engine_gets_what_the_plan_foretold(fleet, alone, fraction):
     """Within 5 %. Neighbours on a shared machine take and free memory in the half minute between: three tries."""
     asked = {**ALONE, "sglang_server_mem_fraction_static": fraction}
@@ -58,14 +58,14 @@ def test_the_engine_gets_what_the_plan_foretold(fleet, alone, fraction):
 
 def test_check_mode_shows_the_table_before_anything_restarts(fleet, alone):
     pid = fleet.pids([0])
-    run = fleet.play("deploy", "--check", extra={**ALONE, "sglang_server_mem_fraction_static": 0.3})
+    run = fleet.play("deploy", "--check", extra={**ALONE, "sglang_server_mem_fraction_static": 0.6})
     assert re.search(r"SLOT +TOTAL +FREE +WEIGHTS +FRACTION +LEFT +KV TOKENS +BOUND BY +REQUESTS", run.output)
     assert told(run) > tokens(fleet)
     assert fleet.pids([0]) == pid
 
 
 def test_a_gap_above_the_limit_is_said(fleet, alone):
-    asked = {**ALONE, "sglang_server_mem_fraction_static": 0.25, "sglang_server_memory_gap": 0.0001}
+    asked = {**ALONE, "sglang_server_mem_fraction_static": 0.45, "sglang_server_memory_gap": 0.0001}
     run = fleet.play("deploy", extra=asked)
     assert run.changed == 0
     assert "% allowed): its memory was not what the plan saw" in run.output
