@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Callable
 
+from ansible_collections.gpufleet.sglang.plugins.module_utils._environment import DIGEST_VARIABLE
 from ansible_collections.gpufleet.sglang.plugins.module_utils._files import (
     FileChange,
     FileSpec,
@@ -25,7 +26,6 @@ from ansible_collections.gpufleet.sglang.plugins.module_utils._files import (
 from ansible_collections.gpufleet.sglang.plugins.module_utils._runner import Runner
 from ansible_collections.gpufleet.sglang.plugins.module_utils._systemd import UnitState, show
 
-DIGEST_VARIABLE = "GPUFLEET_CONFIG"
 KNOWN_GOOD = "known-good"
 
 
