@@ -112,7 +112,8 @@ def flashinfer_module(entry: Mapping[str, Any]) -> Module | None:
     name = str(entry.get("name", ""))
     if not call:
         call = _generator(name)
-    if call == "norm.get_norm_module" and not getattr(importlib.import_module("flashinfer.norm"), "_USE_CUDA_NORM", True):
+    norm = call == "norm.get_norm_module"
+    if norm and not getattr(importlib.import_module("flashinfer.norm"), "_USE_CUDA_NORM", True):
         return None  # CuTe DSL's norm is used instead
     with _capturing():
         try:
@@ -147,7 +148,7 @@ def flashinfer_state(spec: Any) -> str:
         return BROKEN
     if not hasattr(spec, "write_ninja"):  # another tool chain than ninja's
         return READY
-    core = importlib.import_module("flashinfer.jit.core")
+    core: Any = importlib.import_module("flashinfer.jit.core")
     original, wanted = core.write_if_different, []
     core.write_if_different = lambda path, content: wanted.append((Path(path), content))
     try:

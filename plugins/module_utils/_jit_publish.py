@@ -3,7 +3,7 @@
 # PRIVATE to the collection gpufleet.sglang: may change at any time.
 """Built modules laid out as FlashInfer's ahead-of-time loading finds them: no lock, no compiler, a read-only folder.
 
-A package flashinfer_jit_cache in a folder of its own, which units have on PYTHONPATH; the release's venv stays as it is.
+A package flashinfer_jit_cache in a folder of its own, which units have on PYTHONPATH; the venv stays as it is.
 """
 
 from __future__ import annotations

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,7 +17,7 @@ from ansible_collections.gpufleet.sglang.plugins.module_utils import _jit_publis
 from ansible_collections.gpufleet.sglang.plugins.module_utils import _jit_sets as sets
 from ansible_collections.gpufleet.sglang.plugins.module_utils import _jit_state as kept
 from ansible_collections.gpufleet.sglang.plugins.module_utils._finding import WARNING, Finding
-from ansible_collections.gpufleet.sglang.plugins.module_utils._jit_job import Job, JobError, Look
+from ansible_collections.gpufleet.sglang.plugins.module_utils._jit_job import Job, Look
 from ansible_collections.gpufleet.sglang.plugins.module_utils._runner import Runner
 from ansible_collections.gpufleet.sglang.plugins.module_utils._toolkit_host import archs_of
 from ansible_collections.gpufleet.sglang.plugins.module_utils._toolkit_state import load as load_toolkit
@@ -26,6 +25,18 @@ from ansible_collections.gpufleet.sglang.plugins.module_utils._toolkit_state imp
 POLL = 0.5
 # Set for units that serve without a compiler; building needs one.
 SERVING = ("FLASHINFER_DISABLE_JIT", "SGLANG_CRASH_ON_JIT_COMPILE", "PYTHONPATH")
+CACHES = {
+    "flashinfer": ".cache/flashinfer",
+    "autotune": "flashinfer",
+    "sglang": "jit",
+    "tvm-ffi": "tvm-ffi",
+    "triton": "triton",
+    "inductor": "inductor",
+    "tilelang": "tilelang",
+    "deep_gemm": "deep_gemm",
+    "cute": "cute_aot",
+    "driver": "nv",
+}
 COUNTS = ("already", "compiled", "failed", "would_compile", "unknown", "unused")
 
 
@@ -241,7 +252,8 @@ def _config(model: str) -> Mapping[str, Any] | None:
 
 def _died(words: str) -> Finding:
     last = words.splitlines()[-1] if words else "no output"
-    return Finding("warm_up_died", f"the warm-up died twice without a result; its last words: {last}", "See its journal")
+    text = f"the warm-up died twice without a result; its last words: {last}"
+    return Finding("warm_up_died", text, "See its journal")
 
 
 def _finish(settings: Settings, out: Outcome, result: Mapping[str, Any], check: bool) -> Outcome:
@@ -262,8 +274,10 @@ def _finish(settings: Settings, out: Outcome, result: Mapping[str, Any], check: 
         out.published = publishing.publish(
             settings.publish_dir, str(result["flashinfer"]), str(result["arch"]), mine, check=check
         )
-        out.lines.append(f"{len(mine)} FlashInfer modules {'published' if out.published else 'are published'} in "
-                         f"{settings.publish_dir}")
+        out.lines.append(
+            f"{len(mine)} FlashInfer modules {'published' if out.published else 'are published'} in "
+            f"{settings.publish_dir}"
+        )
     if not check:
         _record(settings, out, result)
     return out
@@ -297,20 +311,26 @@ def summary(out: Outcome) -> str:
     total = len(out.rows) - len(out.names("unused")) - len(out.names("unknown"))
     seconds = sum(float(row.get("seconds", 0)) for row in out.rows)
     took = f" in {seconds:.0f} s of work" if seconds else ""
-    return f"{total} modules: " + ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in counts.items()) + took
+    said = ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in counts.items())
+    return f"{total} modules: {said}{took}"
 
 
-def sizes(settings: Settings) -> list[dict[str, Any]]:
-    """Return the caches that a start fills, each with its size."""
-    folders = dict(kept.roots(settings.environment))
-    for name, key in (("triton", "TRITON_CACHE_DIR"), ("inductor", "TORCHINDUCTOR_CACHE_DIR"), ("tilelang", "TILELANG_CACHE_DIR")):
-        folders[name] = settings.environment.get(key, f"{settings.cache_dir}/{name}")
-    folders["cuda"] = settings.environment.get("CUDA_CACHE_PATH", f"{settings.cache_dir}/nv")
-    folders["autotune"] = f"{settings.environment.get('SGLANG_CACHE_DIR', settings.cache_dir)}/flashinfer"
+def sizes(cache_dir: str) -> list[dict[str, Any]]:
+    """Return the caches that a start fills, each with its size; the plan puts all of them below one folder."""
     found = []
-    for name, folder in folders.items():
-        files = [path for path in Path(folder).rglob("*") if path.is_file() and not path.is_symlink()]
+    for name, folder in CACHES.items():
+        files = [path for path in Path(cache_dir, folder).rglob("*") if path.is_file() and not path.is_symlink()]
         if files:
             total = sum(path.stat().st_size for path in files)
-            found.append({"name": name, "path": folder, "files": len(files), "mib": round(total / (1 << 20), 1)})
+            mib = round(total / (1 << 20), 1)
+            found.append({"name": name, "path": f"{cache_dir}/{folder}", "files": len(files), "mib": mib})
     return found
+
+
+def report_lines(caches: Sequence[Mapping[str, Any]], report: Mapping[str, Any] | None) -> list[str]:
+    """Say what the caches hold and what the last warm-up came to."""
+    lines = [f"{item['name']}: {item['mib']} MiB in {item['files']} files ({item['path']})" for item in caches]
+    if report:
+        said = ", ".join(f"{report[name]} {name.replace('_', ' ')}" for name in COUNTS if report.get(name))
+        lines.append(f"last warm-up: {said}")
+    return lines

@@ -192,7 +192,9 @@ def given(items: Iterable[Any]) -> list[Entry]:
     for item in items:
         if isinstance(item, str) and item:
             found.append(entry_of(item))
-        elif isinstance(item, dict) and item.get("kind") in ("flashinfer", "sglang") and (item.keys() & {"call", "name"}):
+        elif (
+            isinstance(item, dict) and item.get("kind") in ("flashinfer", "sglang") and (item.keys() & {"call", "name"})
+        ):
             found.append({key: item[key] for key in ("kind", "call", "name", "args") if key in item})
         else:
             raise ValueError(f"{item!r} is neither a module's name nor an entry with kind and call or name")

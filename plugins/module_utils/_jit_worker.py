@@ -36,7 +36,17 @@ LOCK = ".gpufleet-jit.lock"
 RESULT, PROGRESS = "result.json", "progress.jsonl"
 KILLED = ("signal 9", "Killed", "terminated by signal")
 TEXT = 16_000  # of a failed build's output: enough to say what it was
-FIRST_ERROR = ("error", "fatal", "cannot find", "not found", "No such file", "No space", "denied", "Killed", "undefined")
+FIRST_ERROR = (
+    "error",
+    "fatal",
+    "cannot find",
+    "not found",
+    "No such file",
+    "No space",
+    "denied",
+    "Killed",
+    "undefined",
+)
 
 
 def workers_for(modules: int, cores: int, available: int, per_worker: int, wish: int = 0) -> tuple[int, int]:
@@ -272,7 +282,7 @@ class Worker:
         if rc != 0:
             bad.setdefault(proof.get("loading") or "the loading process", f"died (status {rc}): {first_error(said)}")
         missing = [] if rc else [name for name in proof.get("missing", []) if name not in failed]
-        bad.update({name: "a server would compile it again" for name in missing})
+        bad.update(dict.fromkeys(missing, "a server would compile it again"))
         for name, text in bad.items():
             row = next((item for item in self.rows if item["name"] == name), None)
             fault = {"state": "failed", "error": text, "code": "not_proven", "remedy": "Run it again; see the journal"}

@@ -11,7 +11,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ansible_collections.gpufleet.sglang.plugins.module_utils import _model
-from ansible_collections.gpufleet.sglang.plugins.module_utils._environment import base_environment, check_environment
+from ansible_collections.gpufleet.sglang.plugins.module_utils._environment import (
+    base_environment,
+    check_environment,
+    published_environment,
+)
 from ansible_collections.gpufleet.sglang.plugins.module_utils._finding import WARNING, Finding, errors, warnings
 from ansible_collections.gpufleet.sglang.plugins.module_utils._flags import (
     SETTINGS,
@@ -51,6 +55,7 @@ class PlanSettings:
     config_dir: str = "/etc/sglang"
     state_dir: str = "/var/lib/sglang"
     cache_dir: str = "/var/cache/sglang"
+    kernels_dir: str = ""  # of published kernels; "" where servers may compile
     unit_dir: str = "/etc/systemd/system"
 
 
@@ -212,6 +217,9 @@ def _instance(
         gpu=visible,
         offline=_model.kind_of(settings.model) == _model.FOLDER,
     )
+    merged = {**base, **environment}
+    if settings.kernels_dir:
+        merged.update(published_environment(settings.kernels_dir, settings.state_dir, merged.get("PYTHONPATH", "")))
     return Instance(
         gpu=slot.gpu,
         unit=slot.unit,
@@ -222,7 +230,7 @@ def _instance(
             *_fixed(settings, slot, served),
             *(word for flag in flags for word in flag.argv()),
         ],
-        environment={**base, **environment},
+        environment=merged,
         environment_file=f"{settings.config_dir}/{slot.gpu}.env",
         unit_file=f"{settings.unit_dir}/{slot.unit}",
         uuid=slot.uuid,

@@ -42,7 +42,9 @@ def broken(path: str) -> str:
     ends = [sections + section_size * sections_count]
     try:
         for index in range(programs_count):
-            _kind, _flags, offset, _virtual, _physical, length = struct.unpack_from("<IIQQQQ", table, index * program_size)
+            _kind, _flags, offset, _virtual, _physical, length = struct.unpack_from(
+                "<IIQQQQ", table, index * program_size
+            )
             ends.append(offset + length)
     except struct.error:
         return f"cut off: {size} bytes"

@@ -194,7 +194,14 @@ from ansible.module_utils.basic import AnsibleModule
 from ansible_collections.gpufleet.sglang.plugins.module_utils._files import FileError
 from ansible_collections.gpufleet.sglang.plugins.module_utils._finding import numbered
 from ansible_collections.gpufleet.sglang.plugins.module_utils._jit_job import JobError
-from ansible_collections.gpufleet.sglang.plugins.module_utils._jit_run import Outcome, Settings, learn, run, sizes
+from ansible_collections.gpufleet.sglang.plugins.module_utils._jit_run import (
+    Outcome,
+    Settings,
+    learn,
+    report_lines,
+    run,
+    sizes,
+)
 from ansible_collections.gpufleet.sglang.plugins.module_utils._jit_state import load
 from ansible_collections.gpufleet.sglang.plugins.module_utils._runner import SubprocessRunner
 
@@ -265,7 +272,8 @@ def main() -> None:
     params, host = module.params, os.uname().nodename
     settings = settings_of(params)
     if params["state"] == "reported":
-        module.exit_json(changed=False, caches=sizes(settings), report=load(settings.config_dir).get("report"), lines=[])
+        caches, report = sizes(settings.cache_dir), load(settings.config_dir).get("report")
+        module.exit_json(changed=False, caches=caches, report=report, lines=report_lines(caches, report))
     try:
         if params["state"] == "learned":
             out = learn(settings, check=module.check_mode)
