@@ -178,7 +178,7 @@ def entry_of(name: str) -> Entry:
     match = ATTENTION.fullmatch(name)
     if not match:
         return {"kind": "flashinfer", "name": name}
-    shape = [SHORT.get(match[key], match[key]) for key in ("q", "kv", "o", "idx")]
+    shape: list[Any] = [SHORT.get(match[key], match[key]) for key in ("q", "kv", "o", "idx")]
     shape += [int(match["qk"]), int(match["vo"]), int(match["pos"]), match["swa"] == "True", match["cap"] == "True"]
     if match["what"] == "decode":
         return flashinfer("decode.get_batch_decode_module", *shape)
@@ -192,9 +192,7 @@ def given(items: Iterable[Any]) -> list[Entry]:
     for item in items:
         if isinstance(item, str) and item:
             found.append(entry_of(item))
-        elif (
-            isinstance(item, dict) and item.get("kind") in ("flashinfer", "sglang") and (item.keys() & {"call", "name"})
-        ):
+        elif isinstance(item, dict) and item.get("kind") in ("flashinfer", "sglang") and {"call", "name"} & set(item):
             found.append({key: item[key] for key in ("kind", "call", "name", "args") if key in item})
         else:
             raise ValueError(f"{item!r} is neither a module's name nor an entry with kind and call or name")

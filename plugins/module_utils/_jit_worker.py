@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import fcntl
+import functools
 import hashlib
 import importlib
 import importlib.util
@@ -36,17 +37,7 @@ LOCK = ".gpufleet-jit.lock"
 RESULT, PROGRESS = "result.json", "progress.jsonl"
 KILLED = ("signal 9", "Killed", "terminated by signal")
 TEXT = 16_000  # of a failed build's output: enough to say what it was
-FIRST_ERROR = (
-    "error",
-    "fatal",
-    "cannot find",
-    "not found",
-    "No such file",
-    "No space",
-    "denied",
-    "Killed",
-    "undefined",
-)
+FIRST_ERROR = ("error", "fatal", "cannot find", "not found", "No such file", "No space", "denied", "Killed")
 
 
 def workers_for(modules: int, cores: int, available: int, per_worker: int, wish: int = 0) -> tuple[int, int]:
@@ -157,7 +148,7 @@ class Worker:
             os.environ["FLASHINFER_CUDA_ARCH_LIST"] = f"{capability}{'a' if major >= 9 else ''}"
         else:
             os.environ.setdefault("FLASHINFER_CUDA_ARCH_LIST", self.request["arch"])
-        torch = importlib.import_module("torch")
+        torch: Any = importlib.import_module("torch")
         if not torch.cuda.is_available():  # building on a machine without the GPU
             torch.cuda.current_device = lambda: 0
             torch.cuda.get_device_capability = lambda *_args: (major, minor)
@@ -229,7 +220,7 @@ class Worker:
                 pid = os.fork()
                 if pid == 0:
                     os.close(reader)
-                    _child(lambda module=module: _build(module), jobs, writer)
+                    _child(functools.partial(_build, module), jobs, writer)
                 os.close(writer)
                 running[pid] = (module, began, reader)
             pid, status = os.wait()
@@ -272,7 +263,7 @@ class Worker:
         else:
             pid = os.fork()
             if pid == 0:
-                _child(lambda: self.load_all(), 1, os.open(os.devnull, os.O_WRONLY))
+                _child(self.load_all, 1, os.open(os.devnull, os.O_WRONLY))
             rc, said = os.waitpid(pid, 0)[1], ""
         try:
             proof = json.loads(proof_file.read_text(encoding="utf-8"))

@@ -42,10 +42,8 @@ def broken(path: str) -> str:
     ends = [sections + section_size * sections_count]
     try:
         for index in range(programs_count):
-            _kind, _flags, offset, _virtual, _physical, length = struct.unpack_from(
-                "<IIQQQQ", table, index * program_size
-            )
-            ends.append(offset + length)
+            header = struct.unpack_from("<IIQQQQ", table, index * program_size)
+            ends.append(header[2] + header[5])  # where the part begins in the file, and how long it is
     except struct.error:
         return f"cut off: {size} bytes"
     return f"cut off: {size} of {max(ends)} bytes" if max(ends) > size else ""

@@ -13,13 +13,13 @@ author:
   - gpufleet.sglang contributors (@gpufleet)
 description:
   - Builds FlashInfer's modules and SGLang's own kernels into the caches that the servers share, with the calls that a
-    server makes, by the engine's own Python, as the servers' user and in the servers' environment. With FlashInfer's bulk
-    builder, its public generators, or another spelling of E(CUDA_HOME), a server would compile everything again.
+    server makes, by the engine's own Python, as the servers' user and in the servers' environment. With FlashInfer's
+    bulk builder, its public generators, or another spelling of E(CUDA_HOME), a server would compile everything again.
   - A process per module, as many as there are cores and memory for. In the end a fresh process loads every module with
     compiling forbidden, and no library may have changed by that. A library that was cut off is recognised before it is
     loaded, and built again.
-  - The work is done in a transient unit, without systemd in a process of its own session. A lost connection does not end
-    it; the next run joins it. Its journal has a line for each module.
+  - The work is done in a transient unit, without systemd in a process of its own session. A lost connection does not
+    end it; the next run joins it. Its journal has a line for each module.
   - Writes C(jit.json) beside C(toolkit.json), with the report and with what servers compiled themselves, by model and
     release.
 extends_documentation_fragment:
@@ -34,8 +34,8 @@ options:
   state:
     description:
       - V(present) builds and proves.
-      - V(learned) compares the caches with what they held after the last V(present), and adds to C(jit.json) what servers
-        compiled since.
+      - V(learned) compares the caches with what they held after the last V(present), and adds to C(jit.json) what
+        servers compiled since.
       - V(reported) only tells how large the caches are, and what the last run came to.
     type: str
     choices: [present, learned, reported]
@@ -62,8 +62,8 @@ options:
     default: {}
   modules:
     description:
-      - Modules by the names they have in a cache, as V(norm) or V(silu_and_mul), or entries as C(jit.json) shows them, with
-        C(kind) (V(flashinfer) or V(sglang)), C(call) and C(args).
+      - Modules by the names they have in a cache, as V(norm) or V(silu_and_mul), or entries as C(jit.json) shows them,
+        with C(kind) (V(flashinfer) or V(sglang)), C(call) and C(args).
     type: list
     elements: raw
     default: []
@@ -93,7 +93,7 @@ options:
     type: path
     default: /etc/sglang
   workers:
-    description: How many modules are built at once; 0 for as many as there are cores, and O(worker_memory_mib) for each.
+    description: How many modules are built at once; 0 for as many as cores and memory (O(worker_memory_mib)) allow.
     type: int
     default: 0
   worker_memory_mib:
@@ -152,8 +152,8 @@ EXAMPLES = r"""
 RETURN = r"""
 modules:
   description:
-    - Every module with C(name), C(kind), C(state) (already, compiled, failed, would_compile, unknown, unused), C(seconds),
-      and where it failed C(error), its first real error line, C(code) and C(remedy).
+    - Every module with C(name), C(kind), C(state) (already, compiled, failed, would_compile, unknown, unused),
+      C(seconds), and where it failed C(error), its first real error line, C(code) and C(remedy).
   returned: state is present
   type: list
   elements: dict

@@ -128,8 +128,8 @@ options:
     default: /var/cache/sglang
   kernels_dir:
     description:
-      - Folder of published kernels (M(gpufleet.sglang.flashinfer_jit_warm)). The servers load from it and compile nothing.
-        Empty where they may compile.
+      - Folder of published kernels (M(gpufleet.sglang.flashinfer_jit_warm)). The servers load from it and compile
+        nothing. Empty where they may compile.
     type: str
     default: ''
   unit_dir:
