@@ -3,12 +3,19 @@
 argv: head_dim, query heads, KV heads, dtype of the KV cache, compute capability. The last line is JSON.
 """
 
+import contextlib
 import json
 import sys
 
 import torch
 
-head_dim, heads, kv_heads, kv, capability = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], sys.argv[5]
+head_dim, heads, kv_heads, kv, capability = (
+    int(sys.argv[1]),
+    int(sys.argv[2]),
+    int(sys.argv[3]),
+    sys.argv[4],
+    sys.argv[5],
+)
 dtype, kv_dtype = torch.bfloat16, getattr(torch, kv)
 major, minor = (int(part) for part in capability.split("."))
 # what the wrappers ask of a GPU
@@ -36,7 +43,10 @@ for kind in [core.JitSpec, *core.JitSpec.__subclasses__()]:
         kind.build_and_load = build_and_load
 for module in list(sys.modules.values()):
     if getattr(module, "__name__", "").startswith("flashinfer"):
-        for name, answer in (("is_sm90a_supported", (major, minor) == (9, 0)), ("get_compute_capability", (major, minor))):
+        for name, answer in (
+            ("is_sm90a_supported", (major, minor) == (9, 0)),
+            ("get_compute_capability", (major, minor)),
+        ):
             if hasattr(module, name):
                 setattr(module, name, lambda *_args, answer=answer: answer)
 
@@ -46,10 +56,8 @@ last = torch.tensor([1], dtype=torch.int32)
 
 
 def plan(wrapper, *args, **more):
-    try:
+    with contextlib.suppress(Built):
         wrapper.begin_forward(*args, **more)
-    except Built:
-        pass
 
 
 # as in srt/layers/attention/flashinfer_backend.py
