@@ -267,7 +267,8 @@ def _finish(settings: Settings, out: Outcome, result: Mapping[str, Any], check: 
         elif row["state"] == "unknown":
             text = f"no call is known that builds {row['name']}: the first server that needs it compiles it"
             out.lines.append(Finding("module_unknown", text, severity=WARNING).text())
-    out.lines.append(summary(out))
+    if out.rows:
+        out.lines.append(summary(out))
     libraries = result.get("libraries") or {}
     if settings.publish_dir and not out.problems and libraries:
         mine = publishing.of_flashinfer(libraries)
