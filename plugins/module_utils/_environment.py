@@ -68,6 +68,16 @@ def base_environment(
     return environment
 
 
+def published_environment(kernels_dir: str, state_dir: str, python_path: str) -> dict[str, str]:
+    """Return what makes a server load published kernels and compile none; FlashInfer still writes a log."""
+    return {
+        "PYTHONPATH": ":".join(part for part in (kernels_dir, python_path) if part),
+        "FLASHINFER_DISABLE_JIT": "1",
+        "SGLANG_CRASH_ON_JIT_COMPILE": "1",
+        "FLASHINFER_WORKSPACE_BASE": f"{state_dir}/flashinfer",
+    }
+
+
 def check_environment(
     values: Mapping[str, Any], where: str, gpu: int | None = None
 ) -> tuple[dict[str, str], list[Finding]]:

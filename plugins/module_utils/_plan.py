@@ -15,6 +15,7 @@ from ansible_collections.gpufleet.sglang.plugins.module_utils._environment impor
     TORCH_STORE,
     base_environment,
     check_environment,
+    published_environment,
 )
 from ansible_collections.gpufleet.sglang.plugins.module_utils._finding import WARNING, Finding, errors, warnings
 from ansible_collections.gpufleet.sglang.plugins.module_utils._flags import (
@@ -56,6 +57,7 @@ class PlanSettings:
     config_dir: str = "/etc/sglang"
     state_dir: str = "/var/lib/sglang"
     cache_dir: str = "/var/cache/sglang"
+    kernels_dir: str = ""  # of published kernels; "" where servers may compile
     unit_dir: str = "/etc/systemd/system"
 
 
@@ -226,6 +228,9 @@ def _instance(
     )
     if any(flag.name in ("nccl-port", "dist-init-addr") for flag in flags):
         base.pop(TORCH_STORE)  # it would win over them
+    merged = {**base, **environment}
+    if settings.kernels_dir:
+        merged.update(published_environment(settings.kernels_dir, settings.state_dir, merged.get("PYTHONPATH", "")))
     return Instance(
         gpu=slot.gpu,
         unit=slot.unit,
@@ -236,7 +241,7 @@ def _instance(
             *_fixed(settings, slot, served),
             *(word for flag in flags for word in flag.argv()),
         ],
-        environment={**base, **environment},
+        environment=merged,
         environment_file=f"{settings.config_dir}/{slot.gpu}.env",
         unit_file=f"{settings.unit_dir}/{slot.unit}",
         uuid=slot.uuid,

@@ -113,6 +113,12 @@ options:
     description: Folder of the kernel caches, which the servers share.
     type: path
     default: /var/cache/sglang
+  kernels_dir:
+    description:
+      - Folder of published kernels (M(gpufleet.sglang.flashinfer_jit_warm)). The servers load from it and compile
+        nothing. Empty where they may compile.
+    type: str
+    default: ''
   unit_dir:
     description: Folder of the units.
     type: path
@@ -262,6 +268,7 @@ def argument_spec() -> dict[str, Any]:
         "config_dir": {"type": "path", "default": "/etc/sglang"},
         "state_dir": {"type": "path", "default": "/var/lib/sglang"},
         "cache_dir": {"type": "path", "default": "/var/cache/sglang"},
+        "kernels_dir": {"type": "str", "default": ""},
         "unit_dir": {"type": "path", "default": "/etc/systemd/system"},
         "user": {"type": "str", "default": "sglang"},
         "facts": {"type": "dict"},

@@ -119,6 +119,15 @@ def test_environment_of_a_cuda_server():
     }
 
 
+def test_published_kernels_are_served_without_a_compiler():
+    wanted = settings(kernels_dir="/opt/sglang/kernels/r1", environment={"PYTHONPATH": "/own"})
+    found = build(wanted)[0].instances[0].environment
+    assert found["PYTHONPATH"] == "/opt/sglang/kernels/r1:/own"
+    assert (found["FLASHINFER_DISABLE_JIT"], found["SGLANG_CRASH_ON_JIT_COMPILE"]) == ("1", "1")
+    assert found["FLASHINFER_WORKSPACE_BASE"] == "/var/lib/sglang/flashinfer"  # its log; the cache may be read-only
+    assert "FLASHINFER_DISABLE_JIT" not in build()[0].instances[0].environment
+
+
 def test_device_cpu():
     wanted = settings(device="cpu", gpus=["0", "2"], settings={"sleep_on_idle": True})
     plan, problems, _warnings = build(wanted, facts(gpus=[], cuda_home="/cuda"))
