@@ -117,6 +117,9 @@ BUILD_RULES = (
         r"|gpu) (?:CPU )?['\"]?sm_\d+",
     ),
     rule(
+        "nvcc_too_old_for_gpu", "ptxas_too_old_for_gpu", r"PTXASError: |Internal Triton PTX codegen error", SYMPTOM
+    ),
+    rule(
         "arch_list_wrong",
         "arch_list_wrong",
         r"FlashInfer requires (?:GPUs with )?sm|No supported CUDA architectures? found|no (?:valid"
