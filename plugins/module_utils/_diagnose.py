@@ -192,7 +192,7 @@ def _combine(signs: Sequence[Sign], log: Log, facts: Facts, phase: str) -> list[
         out.append(sign)
     explained = {sign.line for sign in out}
     if any(event.kind == "exception" and event.line not in explained for event in log.events):
-        # an exception that nothing explains: the server's chatter is no reason to guess, nor are the host's oddities alone
+        # an exception that nothing explains: chatter is no reason to guess, nor are the host's oddities alone
         out = [sign for sign in out if not sign.chatter]
         if all(sign.fact and sign.strength < CAUSE for sign in out):
             return []

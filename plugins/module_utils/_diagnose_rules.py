@@ -112,6 +112,7 @@ def match(rules: Sequence[Rule], events: Iterable[Event]) -> list[Sign]:
                     continue
                 strength = HINT
             chatter = coped or (plain and strength < CAUSE and item.code not in WARNINGS)
+            chatter = chatter or (plain and item.code == "backend_unsupported_on_gpu")  # how backends are chosen
             found.append(Sign(item.code, item.detail, strength, event.text, event.line, event.wrapped, chatter=chatter))
     return found
 

@@ -161,7 +161,7 @@ CACHE_RULES = (
     rule(
         "cubin_unavailable",
         "cubin_prefetch_incomplete",
-        r"Artifact not found locally|cubins?\b.{0,40}(?:not found|missing|incomplete|does not exist)"
+        r"Artifact not found locally|cubins?\b(?!-).{0,40}(?:not found|missing|incomplete|does not exist)"
         r"|FLASHINFER_NO_DOWNLOAD|missing cubins?",
     ),
     rule(

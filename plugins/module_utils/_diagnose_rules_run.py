@@ -152,6 +152,7 @@ MEMORY_RULES = (
         r"|out of memory)|Cuda failure 2 'out of memory'|(?:cudaMalloc"
         r"|cuMem\w+)\b.{0,40}(?:out of memory|failed)|Workspace buffer overflow|BufferOverflow"
         r"|allocate (?:a )?(?:workspace|batch_\w+).{0,60}(?:overflow|size)",
+        no=r"\bIf you (?:hit|see|encounter|run into)\b",
     ),
     rule(
         "host_oom",
