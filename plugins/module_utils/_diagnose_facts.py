@@ -178,10 +178,8 @@ def _memory(facts: Facts, log: Log, add: Add) -> None:
             CAUSE if short else HINT,
         )
     if facts.shm_mib is not None and facts.shm_mib < SHM_MIB:
-        failed = any(
-            re.search(r"NCCL.{0,40}unhandled system error|ncclSystemError", event.text) for event in log.events
-        )
-        strength = CAUSE if failed else SYMPTOM
+        nccl = re.compile(r"NCCL.{0,40}unhandled system error|ncclSystemError")
+        strength = CAUSE if any(nccl.search(event.text) for event in log.events) else SYMPTOM
         add("dev_shm_too_small", "dev_shm_too_small", f"/dev/shm has {facts.shm_mib} MiB", strength)
     if (
         facts.effective_requests is not None

@@ -29,15 +29,16 @@ WARNINGS = frozenset(
 FALLBACK = re.compile(
     r"\bfall(?:ing|s)? ?back\b|\bfallback\b|\broll(?:ing|s)? back\b|\bdisabl(?:ed|ing)\b|\bskip(?:ping|ped|s)?\b"
     r"|\b(?:keep|retain|continu)ing\b|\boverrid(?:den|ing)\b|\b(?:re-?download|auto-?repair|removed|removing|created"
-    r"|trying port|will download)\b|\beagerly\b|\brefusing \S+ to avoid|^Use \S+ as the |^Setting |\bis not available\.$"
-    r"|\bit is recommended to\b|\bunavailable\b.{0,60}\b(?:requires|because)\b|\busing (?:the )?[\w-]+ .{0,20}\b(?:path|kernel)\b",
+    r"|trying port|will download)\b|\beagerly\b|\brefusing \S+ to avoid|^Use \S+ as the |^Setting "
+    r"|\bis not available\.$|\bit is recommended to\b|\bunavailable\b.{0,60}\b(?:requires|because)\b"
+    r"|\busing (?:the )?[\w-]+ .{0,20}\b(?:path|kernel)\b",
     re.IGNORECASE,
 )
 # It did something about it, which may not have been enough: no reason when there is an exception that nothing explains.
 COPED = re.compile(
-    r"\binstead\b(?! of)|\bsanitized\b|\bTruncated\b|\bwaiting for \S+ seconds\b|\bis capped to\b|\bignored\b|\bENABLED\b"
-    r"|\bloaded as generic\b|\bis still\b|\bgoverns\b|^\[unified-memory-pool\]|\bCould not (?:create|infer)\b"
-    r"|\bNot enough free disk space\b",
+    r"\binstead\b(?! of)|\bsanitized\b|\bTruncated\b|\bwaiting for \S+ seconds\b|\bis capped to\b|\bignored\b"
+    r"|\bENABLED\b|\bloaded as generic\b|\bis still\b|\bgoverns\b|^\[unified-memory-pool\]"
+    r"|\bCould not (?:create|infer)\b|\bNot enough free disk space\b",
     re.IGNORECASE,
 )
 

@@ -106,7 +106,7 @@ def test_remedies_are_opt_in_bounded_recorded_and_touch_only_their_gpu(fleet, fa
 
 def test_what_passes_by_itself_is_tried_once_more_and_nothing_else_is(fleet, faults):
     change = {"sglang_server_watchdog_timeout": 121}
-    # GPU 2: the first start fails, as it does when two servers built the same kernel; GPU 5: every start; GPU 7: weights
+    # GPU 2 fails in its first start, as when two servers build the same kernel; GPU 5 in every one; GPU 7 differs
     faults(g2="jit-race:1", g5="jit-race", g7="no-weights")
     run = fleet.play("deploy", extra=change, rc=2)
     again = [line for _when, line in run.lines if "started once more" in line]
@@ -185,7 +185,8 @@ def test_what_only_looks_healthy_is_named_by_the_status(fleet, faults, tmp_path)
 SMI = """#!/usr/bin/env python3
 import subprocess, sys
 def pid(gpu):
-    return subprocess.check_output(["systemctl", "show", "-p", "MainPID", "--value", f"sglang@{gpu}"], text=True).strip()
+    argv = ["systemctl", "show", "-p", "MainPID", "--value", f"sglang@{gpu}"]
+    return subprocess.check_output(argv, text=True).strip()
 if "--query-compute-apps=gpu_uuid,pid" in sys.argv:
     print("GPU-aaaa0000, " + pid(0)); print("GPU-aaaa0007, " + pid(1))
 """

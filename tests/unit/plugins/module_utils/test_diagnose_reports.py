@@ -69,7 +69,7 @@ TABLE = [
     (["NVFP4 requires compute capability >= 10.0; serving weight-only instead.", *UNKNOWN], {}, "unknown_failure"),
     (
         [
-            "Ignore import error when loading sglang.srt.models.glm4v_moe: No module named 'transformers.models.glm4v_moe'",
+            "Ignore import error when loading sglang.srt.models.glm4v_moe: No module named 'transformers.x'",
             "ValueError: Model architectures ['Glm4vMoeForConditionalGeneration'] are not supported for now.",
         ],
         {},
