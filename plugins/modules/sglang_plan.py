@@ -92,7 +92,7 @@ options:
   remedies:
     description:
       - Codes whose recorded remedies are applied, with their limits; see M(gpufleet.sglang.sglang_remedy).
-      - A remedy is applied only while the value it replaces is still the one that is asked for.
+      - A remedy is applied only while the value it replaces is still the one that is asked for, and forgotten after.
     type: dict
     default: {}
   options_file:
@@ -210,6 +210,7 @@ findings:
   elements: dict
 """
 
+from pathlib import Path
 from typing import Any
 
 from ansible.module_utils.basic import AnsibleModule
@@ -293,12 +294,14 @@ def main() -> None:
     """Run the module."""
     module = AnsibleModule(argument_spec=argument_spec(), supports_check_mode=True)
     params = dict(module.params)
+    recorded = _remedies.read(params["config_dir"])
     held = _remedies.valid(
-        _remedies.read(params["config_dir"]),
+        recorded,
         params["remedies"],
         params["instances"],
         params["settings"],
         params["environment"],
+        params["gpus"],
     )
     params["instances"] = _remedies.merged(params["instances"], held)
     settings = PlanSettings(**{key: value for key, value in params.items() if key not in _NOT_SETTINGS})
@@ -336,11 +339,13 @@ def main() -> None:
         what = f"{params['name']}: no plan, {len(problems)} problem{'s' if len(problems) > 1 else ''}"
         module.fail_json(msg=numbered(what, problems), **result)
 
-    spec = FileSpec(params["path"], plan.to_json(), 0o600)
+    specs = [FileSpec(params["path"], plan.to_json(), 0o600)]
+    if held != recorded:  # what the inventory has overtaken is drift no longer
+        specs.append(FileSpec(str(Path(params["config_dir"], _remedies.NAME)), _remedies.to_json(held), 0o644))
     try:
-        changes = file_changes([spec])
+        changes = file_changes(specs)
         if changes and not module.check_mode:
-            write_files([spec])
+            write_files(specs)
     except FileError as exc:
         module.fail_json(msg=f"{params['name']}: the plan was not written: {exc}", **result)
     module.exit_json(
