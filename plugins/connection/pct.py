@@ -11,10 +11,10 @@ short_description: Run tasks in an LXC container through C(pct exec) on its Prox
 version_added: 0.1.0
 author: The gpufleet.sglang contributors (@gpufleet)
 description:
-  - Reaches the Proxmox host with P(ansible.builtin.ssh#connection) and runs everything in the container with C(pct exec),
-    so the container needs no ssh server, no key and no address.
-  - Takes the same inventory variables as P(community.proxmox.proxmox_pct_remote#connection), and needs neither Paramiko nor
-    another collection.
+  - Reaches the Proxmox host with P(ansible.builtin.ssh#connection) and runs everything in the container with
+    C(pct exec), so the container needs no ssh server, no key and no address.
+  - Takes the same inventory variables as P(community.proxmox.proxmox_pct_remote#connection), and needs neither
+    Paramiko nor another collection.
   - Modules are pipelined, so a task is one C(pct exec), and the ssh connection is kept between tasks.
   - A container that does not run, a wrong ID, a missing C(pct), a refused C(sudo) and a lost connection make the host
     unreachable, with a message that says which of them it was.
@@ -61,7 +61,7 @@ options:
     vars:
       - name: proxmox_become_method
   pipelining:
-    description: Send modules through C(pct exec) instead of writing them to files first. Off, a task costs about five of them.
+    description: Send modules through C(pct exec) instead of writing them to files first, which takes five of them.
     type: bool
     default: true
     vars:
@@ -81,6 +81,8 @@ from ansible.plugins.connection import ConnectionBase
 from ansible.plugins.loader import connection_loader
 
 PCT = "/usr/sbin/pct"
+MEGABYTE = 1 << 20
+PIECE = 16  # MB read by one pct
 # What pct, sudo and the Proxmox host's shell say, and what it means. Texts: PVE/CLI/pct.pm.
 MEANINGS = (
     (r"lxc/\d+\.conf' does not exist", "has no container {vmid}: see `pct list` there, and proxmox_vmid"),
@@ -135,10 +137,11 @@ class Connection(ConnectionBase):
             raise AnsibleConnectionFailure(f"{where}: {means}")
         return code, out, err
 
-    def _cat(self, line: str, what: str, in_data: bytes | None = None) -> bytes:
+    def _sh(self, line: str, doing: str, in_data: bytes | None = None) -> bytes:
         code, out, err = self.exec_command(f"/bin/sh -c {shlex.quote(line)}", in_data=in_data, sudoable=False)
         if code:
-            raise AnsibleError(f"{what}: {err.decode(errors='replace').strip() or f'pct exec ended with {code}'}")
+            said = err.decode(errors="replace").strip() or f"pct exec ended with {code}"
+            raise AnsibleError(f"container {self.get_option('vmid')}: {doing}: {said}")
         return out
 
     def put_file(self, in_path: str, out_path: str) -> None:
@@ -147,19 +150,23 @@ class Connection(ConnectionBase):
         if not os.path.exists(in_path):
             raise AnsibleFileNotFound(f"there is no {in_path} to copy")
         with open(in_path, "rb") as file:
-            # without data there is no end of file on standard input
             data = file.read()
+        # without data ssh would not end the command's standard input
         line = f"cat > {shlex.quote(out_path)}" if data else f": > {shlex.quote(out_path)}"
-        self._cat(line, f"cannot write {out_path} in container {self.get_option('vmid')}", data or None)
+        self._sh(line, f"writing {out_path}", data or None)
 
     def fetch_file(self, in_path: str, out_path: str) -> None:
-        """Read a file in the container."""
+        """Read a file in the container, piece by piece: the ssh plugin takes time by the square of what it reads."""
         super().fetch_file(in_path, out_path)
-        data = self._cat(
-            f"cat {shlex.quote(in_path)}", f"cannot read {in_path} in container {self.get_option('vmid')}"
-        )
+        count = 0
         with open(out_path, "wb") as file:
-            file.write(data)
+            while True:
+                line = f"dd if={shlex.quote(in_path)} bs={MEGABYTE} skip={count * PIECE} count={PIECE}"
+                data = self._sh(line, f"reading {in_path}")
+                file.write(data)
+                count += 1
+                if len(data) < PIECE * MEGABYTE:
+                    return
 
     def reset(self) -> None:
         """Drop the ssh connection; the next command opens another."""
