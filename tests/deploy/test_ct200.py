@@ -122,7 +122,7 @@ def test_quoting(ct, pve, by):
     adhoc(ct, by, "command", {"argv": ["python3", "-c", script, *HARD], "expand_argument_vars": False})
     assert json.loads(ct.sh("cat /tmp/a")) == HARD
     words = " ".join("'" + word.replace("'", "'\\''") + "'" for word in HARD)
-    adhoc(ct, by, "raw", f"printf '<%s>' {words} > /tmp/a; echo $((6*7)) >> /tmp/a")
+    adhoc(ct, by, "raw", "{{ line }}", line=f"printf '<%s>' {words} > /tmp/a; echo $((6*7)) >> /tmp/a")
     assert ct.sh("cat /tmp/a") == "".join(f"<{word}>" for word in HARD) + "42\n"
 
 
