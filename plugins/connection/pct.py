@@ -92,11 +92,11 @@ MEANINGS = (
 )
 
 
-def meaning(said: str, **names: Any) -> str:
+def meaning(said: str, vmid: int, user: str) -> str:
     """Return what a failed pct means, or nothing when it is none of what pct, sudo or the host say themselves."""
     for pattern, text in MEANINGS:
-        if re.search(pattern, said, re.MULTILINE):
-            return text.format(pct=PCT, **names)
+        if re.search(pattern, said, re.MULTILINE) and not (user == "root" and "{user}" in text):
+            return text.format(pct=PCT, vmid=vmid, user=user)
     return ""
 
 
@@ -130,10 +130,10 @@ class Connection(ConnectionBase):
                 f"{root}{PCT} exec {vmid} -- {cmd}", in_data=in_data, sudoable=sudoable
             )
         except AnsibleConnectionFailure as exc:  # pct itself ends with 255 too
-            means = meaning(str(exc), vmid=vmid, user=user)
+            means = meaning(str(exc), vmid, user)
             raise AnsibleConnectionFailure(f"{where}: {means or exc}") from exc
         # A tty puts what pct says on standard output; a command that worked may say anything
-        if code in (1, 127) and (means := meaning((err or out[:4096]).decode(errors="replace"), vmid=vmid, user=user)):
+        if code in (1, 127) and (means := meaning((err or out[:4096]).decode(errors="replace"), vmid, user)):
             raise AnsibleConnectionFailure(f"{where}: {means}")
         return code, out, err
 

@@ -5,43 +5,26 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import subprocess
 import threading
 import time
 
 import pytest
-from fleet import ROOT, Fleet
+from fleet import Fleet
+from proxmox import ENVIRONMENT, OURS, SSH, THEIRS, WAYS, adhoc, proxmox_host, reference
 
-OURS, THEIRS, SSH = WAYS = ("pct", "proxmox_pct_remote", "ssh")
 SLOTS = range(8)
-COLLECTIONS = ROOT / ".cache" / "collections"
 HARD = ["a b", "it's", '"q"', "$HOME `id` $(id)", "\\", "*", "--", "-x", "ü€", "two\nlines", "", "a;b|c&d>e"]
 LISTENER = "$(systemctl show -p MainPID --value ssh)"
 
 
 @pytest.fixture(scope="module")
 def ct(fleet) -> Fleet:
-    """The container, looked at from outside; playbooks get inventories/ct200 below the scenario's own."""
-    fleet.inventory_args = ["-i", "inventories/ct200", *fleet.inventory_args]
-    return fleet
+    return reference(os.environ["FLEET_INVENTORY"], fleet.host)
 
 
 @pytest.fixture(scope="module")
 def pve(ct) -> Fleet:
-    """The Proxmox host, with its pct, and a user who may run only that."""
-    host = Fleet(os.environ["FLEET_INVENTORY"], "pve")
-    key = ct.variables["ansible_ssh_private_key_file"]
-    for source, target, mode in (
-        (ROOT / "tests/proxmox/pct", "/usr/sbin/pct", 755),
-        (key, "/root/.ssh/container", 600),
-    ):
-        with open(source, "rb") as file:
-            copied = f"cat > {target} && chmod {mode} {target}"
-            subprocess.run([*host.ssh_args, copied], stdin=file, check=True, timeout=30)
-    host.sh(f"mkdir -p /etc/pve/lxc; echo address: {ct.address} > /etc/pve/lxc/200.conf")
-    host.sh("id fred 2>/dev/null || useradd -m -s /bin/sh fred; cp -r /root/.ssh ~fred/; chown -R fred: ~fred/.ssh")
-    host.sh("echo 'fred ALL = (root) NOPASSWD: /usr/sbin/pct' > /etc/sudoers.d/pct")
-    return host
+    return proxmox_host(os.environ["FLEET_INVENTORY"], "pve", ct)
 
 
 @pytest.fixture(params=WAYS)
@@ -49,28 +32,18 @@ def by(request) -> str:
     return request.param
 
 
-def settings(by: str) -> dict[str, str]:
-    if by == THEIRS:
-        pytest.importorskip("paramiko")
-        if not (COLLECTIONS / "ansible_collections/community/proxmox").is_dir():
-            pytest.skip("scripts/proxmox-collection makes .cache/collections")
-    return {"ANSIBLE_COLLECTIONS_PATH": f".collections:{COLLECTIONS}", "ANSIBLE_HOST_KEY_CHECKING": "false"}
-
-
-def adhoc(ct: Fleet, by: str, module: str, args: dict | str = "", rc: int | None = 0, **extra) -> str:
+def run(ct: Fleet, by: str, module: str, args: dict | str = "", rc: int | None = 0, **extra) -> str:
     """Run one module in the container; returns what Ansible printed."""
-    argv = [ct.bin("ansible"), *ct.inventory_args, "ct200", "-m", f"ansible.builtin.{module}"]
-    argv += ["-a", args if isinstance(args, str) else json.dumps(args), "-e", json.dumps({"ct200_by": by, **extra})]
-    env = {**os.environ, **settings(by), "ANSIBLE_NOCOLOR": "1"}
-    done = subprocess.run(argv, cwd=ROOT, env=env, capture_output=True, text=True, errors="replace", timeout=120)
+    text = args if isinstance(args, str) else json.dumps(args)
+    done = adhoc(ct, by, "-m", f"ansible.builtin.{module}", "-a", text, **extra)
     said = done.stdout + done.stderr
     if rc is not None:
         assert done.returncode == rc, f"rc {done.returncode}, expected {rc}:\n{said}"
     return said
 
 
-def play(ct: Fleet, by: str, playbook: str, rc: int | None = 0, **extra):
-    return ct.play(playbook, extra={"ct200_by": by, **extra}, rc=rc, env=settings(by))
+def play(ct: Fleet, by: str, playbook: str, **extra):
+    return ct.play(playbook, extra={"ct200_by": by, **extra}, env=ENVIRONMENT)
 
 
 def test_the_deploy(ct, pve):
@@ -87,8 +60,8 @@ def test_the_deploy(ct, pve):
 def test_pct_is_one_round_trip_a_task(ct, pve):
     """A deploy that changes nothing runs pct once a task that runs a module."""
     pve.sh(": > /var/log/pct.log")
-    run = play(ct, OURS, "deploy")
-    tasks = sum(line.startswith(("ok: [ct200]", "changed: [ct200]")) for _when, line in run.lines)
+    done = play(ct, OURS, "deploy")
+    tasks = sum(line.startswith(("ok: [ct200]", "changed: [ct200]")) for _when, line in done.lines)
     calls = int(pve.sh("wc -l < /var/log/pct.log"))
     print(f"pct exec: {calls} for {tasks} tasks")
     assert 0 < calls <= tasks
@@ -100,10 +73,10 @@ def test_a_hundred_megabytes(ct, pve, by, tmp_path):
     want = hashlib.sha1(big.read_bytes()).hexdigest()
     path = "/tmp/big" if by == THEIRS else "/tmp/big file"  # theirs does not quote what it fetches
     begun = time.monotonic()
-    adhoc(ct, by, "copy", {"src": str(big), "dest": path})
+    run(ct, by, "copy", {"src": str(big), "dest": path})
     there = time.monotonic()
     assert ct.sh(f"sha1sum '{path}'").split()[0] == want
-    adhoc(ct, by, "fetch", {"src": path, "dest": str(back), "flat": True})
+    run(ct, by, "fetch", {"src": path, "dest": str(back), "flat": True})
     print(f"{by}: 100 MiB there {there - begun:.1f} s, back {time.monotonic() - there:.1f} s")
     assert hashlib.sha1(back.read_bytes()).hexdigest() == want
     ct.sh(f"rm '{path}'")
@@ -111,43 +84,43 @@ def test_a_hundred_megabytes(ct, pve, by, tmp_path):
 
 def test_an_empty_file(ct, pve, by, tmp_path):
     (tmp_path / "empty").touch()
-    adhoc(ct, by, "copy", {"src": str(tmp_path / "empty"), "dest": "/tmp/empty"})
-    adhoc(ct, by, "fetch", {"src": "/tmp/empty", "dest": str(tmp_path / "back"), "flat": True})
+    run(ct, by, "copy", {"src": str(tmp_path / "empty"), "dest": "/tmp/empty"})
+    run(ct, by, "fetch", {"src": "/tmp/empty", "dest": str(tmp_path / "back"), "flat": True})
     assert (tmp_path / "back").read_bytes() == b""
 
 
 def test_quoting(ct, pve, by):
     """No shell on the way splits or expands a word: in a module's arguments, and in a command line."""
     script = "import json, sys; json.dump(sys.argv[1:], open('/tmp/a', 'w'))"
-    adhoc(ct, by, "command", {"argv": ["python3", "-c", script, *HARD], "expand_argument_vars": False})
+    run(ct, by, "command", {"argv": ["python3", "-c", script, *HARD], "expand_argument_vars": False})
     assert json.loads(ct.sh("cat /tmp/a")) == HARD
     words = " ".join("'" + word.replace("'", "'\\''") + "'" for word in HARD)
-    adhoc(ct, by, "raw", "{{ line }}", line=f"printf '<%s>' {words} > /tmp/a; echo $((6*7)) >> /tmp/a")
+    run(ct, by, "raw", "{{ line }}", line=f"printf '<%s>' {words} > /tmp/a; echo $((6*7)) >> /tmp/a")
     assert ct.sh("cat /tmp/a") == "".join(f"<{word}>" for word in HARD) + "42\n"
 
 
 def test_long_commands(ct, pve, by):
     """100,000 characters pass; what is longer than Linux allows for one argument fails and says so."""
-    assert "100000" in adhoc(ct, by, "raw", "printf %s {{ 'x' * 100000 }} | wc -c")
+    assert "100000" in run(ct, by, "raw", "printf %s {{ 'x' * 100000 }} | wc -c")
     args = {"argv": "{{ ['sh', '-c', 'echo $#', 'sh'] + ['y' * 1000] * 500 }}", "expand_argument_vars": False}
-    assert "500" in adhoc(ct, by, "command", args), "half a megabyte of arguments, in a module"
-    assert "rgument list too long" in adhoc(ct, by, "raw", "printf %s {{ 'x' * 140000 }} | wc -c", rc=None)
+    assert "500" in run(ct, by, "command", args), "half a megabyte of arguments, in a module"
+    assert "rgument list too long" in run(ct, by, "raw", "printf %s {{ 'x' * 140000 }} | wc -c", rc=None)
 
 
 def test_output_that_is_not_utf8(ct, pve, by):
     """A command line's bytes are replaced and its exit status kept; a module's are refused, by Ansible itself."""
     line = r"printf 'out\377end'; printf 'err\377end' >&2; exit 3"
-    said = adhoc(ct, by, "raw", line, rc=2)
+    said = run(ct, by, "raw", line, rc=2)
     assert "rc=3" in said and "out" in said
-    said = adhoc(ct, by, "command", {"argv": ["sh", "-c", line]}, rc=2)
+    said = run(ct, by, "command", {"argv": ["sh", "-c", line]}, rc=2)
     assert "invalid UTF8 string" in said or "rc=3" in said  # which depends on ansible-core
 
 
 def test_a_stopped_container(ct, pve):
     pve.sh("pct stop 200")
     try:
-        said = adhoc(ct, OURS, "ping", rc=4)
-        theirs = adhoc(ct, THEIRS, "ping", rc=4)
+        said = run(ct, OURS, "ping", rc=4)
+        theirs = run(ct, THEIRS, "ping", rc=4)
     finally:
         pve.sh("pct start 200")
     assert "UNREACHABLE" in said and "container 200 does not run: `pct start 200` there" in said
@@ -155,17 +128,17 @@ def test_a_stopped_container(ct, pve):
 
 
 def test_a_wrong_id(ct, pve):
-    said = adhoc(ct, OURS, "ping", rc=4, proxmox_vmid=999)
+    said = run(ct, OURS, "ping", rc=4, proxmox_vmid=999)
     assert "UNREACHABLE" in said and "has no container 999" in said
-    assert "exited with result 255" in adhoc(ct, THEIRS, "ping", rc=4, proxmox_vmid=999)
+    assert "exited with result 255" in run(ct, THEIRS, "ping", rc=4, proxmox_vmid=999)
 
 
 def test_a_host_without_pct_and_a_user_without_rights(ct, pve):
-    said = adhoc(ct, OURS, "ping", rc=4, ct200_proxmox_host=ct.address)
+    said = run(ct, OURS, "ping", rc=4, ct200_proxmox_host=ct.address)
     assert "has no /usr/sbin/pct: ansible_host must be the Proxmox host" in said
     pve.sh("mv /etc/sudoers.d/pct /root/")
     try:
-        said = adhoc(ct, OURS, "ping", rc=4, ansible_user="fred")
+        said = run(ct, OURS, "ping", rc=4, ansible_user="fred")
     finally:
         pve.sh("mv /root/pct /etc/sudoers.d/")
     assert "fred may not run /usr/sbin/pct as root there without a password" in said
@@ -175,7 +148,7 @@ def dropped(ct: Fleet, by: str, host: Fleet, cut: str) -> tuple[str, float]:
     """Cut the connection while a command runs; returns what was said and after how many seconds."""
     ended: list[str] = []
     begun = time.monotonic()
-    thread = threading.Thread(target=lambda: ended.append(adhoc(ct, by, "command", "sleep 47", rc=None)), daemon=True)
+    thread = threading.Thread(target=lambda: ended.append(run(ct, by, "command", "sleep 47", rc=None)), daemon=True)
     thread.start()
     ct.wait(lambda: ct.sh("pgrep -fx 'sleep 47'", rc=None), what="the command")
     host.sh(cut, rc=None)
@@ -205,11 +178,10 @@ def test_a_connection_that_goes_silent(ct, pve):
 def test_a_connection_lost_at_the_gate_does_not_lose_the_deploy(ct, pve):
     ct.sh("systemctl stop sglang.target")
     slow = {"sglang_server_environment": {"STANDIN_FAULT": "slow:12"}}
-    run = ct.launch("deploy", extra={"ct200_by": OURS, **slow}, env=settings(OURS))
-    run.wait_for(r"TASK \[.*Wait until each has answered")
+    deploy = ct.launch("deploy", extra={"ct200_by": OURS, **slow}, env=ENVIRONMENT)
+    deploy.wait_for(r"TASK \[.*Wait until each has answered")
     time.sleep(2)
     pve.sh(f"kill -KILL $(pgrep -P {LISTENER})", rc=None)
-    run.rc = run.process.wait(300)
-    assert run.rc == 0, run.output
-    assert "connection lost, trying again" in run.output
+    assert deploy.process.wait(300) == 0, deploy.output
+    assert "connection lost, trying again" in deploy.output
     assert all(ct.answers(30000 + slot) for slot in SLOTS)
