@@ -13,6 +13,7 @@ author: The gpufleet.sglang contributors (@gpufleet)
 description:
   - Reaches the Proxmox host with P(ansible.builtin.ssh#connection) and runs everything in the container with
     C(pct exec), so the container needs no ssh server, no key and no address.
+  - Whatever a command holds, all of it runs in the container, none of it on the Proxmox host.
   - Takes the same inventory variables as P(community.proxmox.proxmox_pct_remote#connection), and needs neither
     Paramiko nor another collection.
   - Modules are pipelined, so a task is one C(pct exec), and the ssh connection is kept between tasks.
@@ -125,9 +126,11 @@ class Connection(ConnectionBase):
         vmid, user = self.get_option("vmid"), self.get_option("remote_user")
         root = "" if user == "root" else f"{self.get_option('proxmox_become_method')} -n "
         where = f"Proxmox host {self.get_option('remote_addr')}"
+        # In one word: of a raw task's `a; b > c` the Proxmox host's shell would run b there, and write c there.
+        word = shlex.quote(cmd)
         try:
             code, out, err = self.ssh_type_conn.exec_command(
-                f"{root}{PCT} exec {vmid} -- {cmd}", in_data=in_data, sudoable=sudoable
+                f"{root}{PCT} exec {vmid} -- /bin/sh -c {word}", in_data=in_data, sudoable=sudoable
             )
         except AnsibleConnectionFailure as exc:  # pct itself ends with 255 too
             means = meaning(str(exc), vmid, user)
@@ -138,7 +141,7 @@ class Connection(ConnectionBase):
         return code, out, err
 
     def _sh(self, line: str, doing: str, in_data: bytes | None = None) -> bytes:
-        code, out, err = self.exec_command(f"/bin/sh -c {shlex.quote(line)}", in_data=in_data, sudoable=False)
+        code, out, err = self.exec_command(line, in_data=in_data, sudoable=False)
         if code:
             said = err.decode(errors="replace").strip() or f"pct exec ended with {code}"
             raise AnsibleError(f"container {self.get_option('vmid')}: {doing}: {said}")

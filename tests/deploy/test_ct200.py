@@ -91,12 +91,16 @@ def test_an_empty_file(ct, pve, by, tmp_path):
 
 def test_quoting(ct, pve, by):
     """No shell on the way splits or expands a word: in a module's arguments, and in a command line."""
+    for host in (ct, pve):
+        host.sh("rm -f /tmp/a; touch /tmp/a")
     script = "import json, sys; json.dump(sys.argv[1:], open('/tmp/a', 'w'))"
     run(ct, by, "command", {"argv": ["python3", "-c", script, *HARD], "expand_argument_vars": False})
     assert json.loads(ct.sh("cat /tmp/a")) == HARD
     words = " ".join("'" + word.replace("'", "'\\''") + "'" for word in HARD)
-    run(ct, by, "raw", "{{ line }}", line=f"printf '<%s>' {words} > /tmp/a; echo $((6*7)) >> /tmp/a")
-    assert ct.sh("cat /tmp/a") == "".join(f"<{word}>" for word in HARD) + "42\n"
+    run(ct, by, "raw", {"_raw_params": f"printf '<%s>' {words} > /tmp/a; echo $((6*7)) >> /tmp/a"})
+    # of theirs, what follows a `>` or a `;` in a raw task happens on the Proxmox host
+    assert (pve if by == THEIRS else ct).sh("cat /tmp/a") == "".join(f"<{word}>" for word in HARD) + "42\n"
+    (ct if by == THEIRS else pve).sh("! grep -q 42 /tmp/a")
 
 
 def test_long_commands(ct, pve, by):

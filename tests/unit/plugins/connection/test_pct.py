@@ -38,18 +38,18 @@ def connect(monkeypatch):
 @pytest.mark.parametrize(
     ("options", "line"),
     [
-        ({}, "/usr/sbin/pct exec 200 -- /bin/sh -c 'id'"),
-        ({"vmid": 7}, "/usr/sbin/pct exec 7 -- /bin/sh -c 'id'"),
-        ({"remote_user": "fred"}, "sudo -n /usr/sbin/pct exec 200 -- /bin/sh -c 'id'"),
+        ({}, "/usr/sbin/pct exec 200 -- /bin/sh -c 'id; x > y'"),
+        ({"vmid": 7}, "/usr/sbin/pct exec 7 -- /bin/sh -c 'id; x > y'"),
+        ({"remote_user": "fred"}, "sudo -n /usr/sbin/pct exec 200 -- /bin/sh -c 'id; x > y'"),
         (
             {"remote_user": "fred", "proxmox_become_method": "doas"},
-            "doas -n /usr/sbin/pct exec 200 -- /bin/sh -c 'id'",
+            "doas -n /usr/sbin/pct exec 200 -- /bin/sh -c 'id; x > y'",
         ),
     ],
 )
 def test_the_line_on_the_proxmox_host(connect, options, line):
     connection = connect((0, b"out", b"err"), **options)
-    assert connection.exec_command("/bin/sh -c 'id'", in_data=b"module") == (0, b"out", b"err")
+    assert connection.exec_command("id; x > y", in_data=b"module") == (0, b"out", b"err")
     assert connection.ssh_type_conn.calls == [(line, b"module")]
 
 
