@@ -19,6 +19,8 @@ from ansible_collections.gpufleet.sglang.plugins.module_utils._toolkit_apply imp
 from ansible_collections.gpufleet.sglang.plugins.module_utils._toolkit_folder import check_folder
 from toolkits import Desk, Host, Site, codes, snapshot, system, write
 
+# xdist's workers have threads; a forked run uses none of them, and is gone within a second
+pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 NOBODY = 65534
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder away")
 
