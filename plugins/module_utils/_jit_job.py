@@ -77,6 +77,9 @@ class Job:
             raise JobError(f"{self.folder} is not a folder of ours alone: remove it")
         names = {module: module.__name__.rpartition(".")[2] for module in SHIPPED}
         write_files([FileSpec(f"{self.folder}/{PACKAGE}/{name}.py", _source(module)) for module, name in names.items()])
+        for base, folders, _files in os.walk(self.folder):  # whatever the umask is: another user reads the code
+            folders[:] = [name for name in folders if base != str(self.folder) or name != self.out.name]
+            os.chmod(base, 0o755)
         self.out.mkdir(mode=0o755, exist_ok=True)
         if self.user:
             account = pwd.getpwnam(self.user)

@@ -114,6 +114,14 @@ options:
     description: Whether to fail when a module cannot be built. Otherwise the reasons are warnings.
     type: bool
     default: true
+  slice_seconds:
+    description:
+      - Internal. The action plugin asks for slices of this length and goes on with O(watch_state).
+      - Without it a single call waits as long as it takes.
+    type: float
+  watch_state:
+    description: Internal. What a slice returned as RV(watch_state).
+    type: dict
 seealso:
   - module: gpufleet.sglang.cuda_toolkit
   - module: gpufleet.sglang.sglang_plan
@@ -180,6 +188,15 @@ report:
   description: What the last run came to, as C(jit.json) has it.
   returned: state is reported
   type: dict
+progress:
+  description: What the worker said, a line for each module; the action plugin prints it.
+  returned: by the module itself
+  type: list
+  elements: str
+watch_state:
+  description: Internal. To be handed to the next slice.
+  returned: when O(slice_seconds) is set and the work goes on
+  type: dict
 lines:
   description: The same for people.
   returned: always
@@ -224,7 +241,6 @@ ARGUMENTS = {
     "publish_dir": {"type": "str", "default": ""},
     "strict": {"type": "bool", "default": False},
     "required": {"type": "bool", "default": True},
-    # between the action plugin and this module
     "slice_seconds": {"type": "float"},
     "watch_state": {"type": "dict"},
 }
