@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import threading
@@ -21,7 +22,9 @@ from kit import ENGINE, INBOX, KIT, MODELS
 HERE = Path(__file__).resolve().parent
 CODE = HERE.parent.parent
 COMPILERS = {"nvcc", "cicc", "ptxas", "cudafe++", "ninja", "nvlink"}  # gcc alone: Triton's launchers, not a module
-SHARED = ("/opt/sglang", "/var/cache/sglang")  # by the containers of one GPU: releases, CUDA_HOMEs, kernels
+CACHE = "/var/cache/sglang"
+SHARED = ("/opt/sglang", CACHE)  # by the containers of one GPU: CUDA_HOMEs, kernels
+ACCOUNTS = ("passwd", "group", "shadow", "gshadow")
 _KERNELS = (".so", ".cubin")
 
 
@@ -68,15 +71,21 @@ class Box:
             raise RuntimeError(f"{self.name}: {' '.join(argv)[:200]}: rc {done.returncode}: {done.stderr[-500:]}")
         return done
 
-    def boot(self) -> str:
-        """Boot it; returns systemd's state. A second call only asks."""
+    def boot(self, like: Box | None = None) -> str:
+        """Boot it; returns systemd's state. A second call only asks. like: a container whose accounts and caches it has."""
         if Path(f"/mnt/{self.name}/run").exists():
             return self.run("systemctl", "is-system-running").stdout.strip()
-        folders = [str(KIT), str(ENGINE), str(MODELS), "/opt/proof", *SHARED]
+        folders = [str(KIT), str(ENGINE), str(MODELS), "/opt/proof"]
+        folders += [f"{like.root}{folder}:{folder}" for folder in SHARED] if like else []
+        # The overlay shows the machine's root file system alone, not what is mounted on it
+        places = (sys.prefix, sys.base_prefix, os.environ.get("CUDA_HOME", ""))
+        folders += [place for place in places if place and os.stat(place).st_dev != os.stat("/").st_dev]
         argv = ["bash", str(HERE / "boot-systemd"), self.name, str(INBOX / "systemd.tar.xz"), *folders]
         done = subprocess.run(argv, capture_output=True, text=True, timeout=120, check=False)
         if done.returncode != 0:
             raise RuntimeError(f"{self.name} did not boot: {done.stderr[-1500:]}")
+        for name in ACCOUNTS if like else ():
+            shutil.copy(f"{like.root}/etc/{name}", f"{self.root}/etc/{name}")
         return done.stdout.split()[-1]
 
     def hide(self, folder: str) -> None:
@@ -116,7 +125,9 @@ class Box:
         argv += ["-i", str(place), f"playbooks/{playbook}.yml", *words]
         started, tasks, lines = time.monotonic(), [], []
         with log.open("w", encoding="utf-8") as out:
-            process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
+            process = subprocess.Popen(
+                argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
+            )
             timer = threading.Timer(timeout, process.kill)
             timer.start()
             assert process.stdout is not None
@@ -133,7 +144,9 @@ class Box:
         text = "".join(lines)
         changed = re.findall(r"changed=(\d+)", text)
         seconds = json.loads(stages.read_text(encoding="utf-8")) if stages.exists() else {}
-        return Played(rc, round(time.monotonic() - started, 1), int(changed[-1]) if changed else -1, seconds, tasks, text)
+        return Played(
+            rc, round(time.monotonic() - started, 1), int(changed[-1]) if changed else -1, seconds, tasks, text
+        )
 
 
 def ask(port: int, path: str, data: Mapping[str, Any] | None = None, timeout: float = 10.0) -> Any:
@@ -167,10 +180,10 @@ def wait_for_answer(port: int, alive: Callable[[], bool], timeout: float = 480.0
     return None
 
 
-def kernels(since: float, folder: str = "/var/cache/sglang") -> list[str]:
+def kernels(since: float, folder: Path) -> list[str]:
     """Return the compiled modules in a cache that are newer than a moment of the wall clock."""
     found = []
-    for path in Path(folder).rglob("*"):
+    for path in folder.rglob("*"):
         try:
             if path.suffix in _KERNELS and "triton" not in path.parts and path.stat().st_mtime > since:
                 found.append(str(path.relative_to(folder)))

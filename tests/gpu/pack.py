@@ -44,13 +44,13 @@ UNUSED = (
     "cutlass/docs/", "cutlass/media/", "mistral_common/data/",
 )  # fmt: skip
 DISPLAY = "class HTML(str):\n    pass\n\n\ndef display(*a, **k):\n    pass\n\n\ndef clear_output(*a, **k):\n    pass\n"
-SYSTEMD = """
-systemd libsystemd-shared libsystemd0 systemd-sysv dbus dbus-bin dbus-daemon dbus-system-bus-common
-dbus-session-bus-common libdbus-1-3 libapparmor1 libaudit1 libcap2 libcrypt1 libcryptsetup12 libfdisk1 libgcrypt20
-libgpg-error0 libip4tc2 libkmod2 libseccomp2 libselinux1 libmount1 libblkid1 libpam0g libpam-modules libpam-runtime
-libdevmapper1.02.1 libargon2-1 libjson-c5 libacl1 libexpat1 libcap-ng0 libnss-systemd iproute2 procps libproc2-0 libelf1
-libbpf1 libmnl0 libtirpc3 libxtables12
-""".split()
+SYSTEMD = (
+    "systemd libsystemd-shared libsystemd0 systemd-sysv dbus dbus-bin dbus-daemon dbus-system-bus-common "
+    "dbus-session-bus-common libdbus-1-3 libapparmor1 libaudit1 libcap2 libcrypt1 libcryptsetup12 libfdisk1 libgcrypt20 "
+    "libgpg-error0 libip4tc2 libkmod2 libseccomp2 libselinux1 libmount1 libblkid1 libpam0g libpam-modules "
+    "libpam-runtime libdevmapper1.02.1 libargon2-1 libjson-c5 libacl1 libexpat1 libcap-ng0 libnss-systemd iproute2 "
+    "procps libproc2-0 libelf1 libbpf1 libmnl0 libtirpc3 libxtables12"
+)
 
 
 def say(text: str) -> None:
@@ -62,7 +62,17 @@ def download(folder: Path, *what: str) -> None:
     """Fetch wheels for the GPU machine's Python 3.12; what is there stays."""
     platforms = [f"manylinux_2_{minor}_x86_64" for minor in range(5, 40)]
     platforms += ["manylinux2014_x86_64", "manylinux2010_x86_64", "manylinux1_x86_64"]
-    argv = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary=:all:", "--python-version", "3.12"]
+    argv = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "-q",
+        "--no-deps",
+        "--only-binary=:all:",
+        "--python-version",
+        "3.12",
+    ]
     argv += ["--implementation", "cp", *(word for name in platforms for word in ("--platform", name))]
     subprocess.run([*argv, "-d", str(folder), *what], check=True, stderr=subprocess.DEVNULL)
 
@@ -101,7 +111,7 @@ def make_systemd(work: Path, archive: Path) -> None:
     debs, tree = work / "deb", work / "systemd"
     shutil.rmtree(tree, ignore_errors=True)
     debs.mkdir(exist_ok=True)
-    subprocess.run(["apt-get", "download", "-q", *SYSTEMD], cwd=debs, check=True, stdout=subprocess.DEVNULL)
+    subprocess.run(["apt-get", "download", "-q", *SYSTEMD.split()], cwd=debs, check=True, stdout=subprocess.DEVNULL)
     for deb in debs.glob("*.deb"):
         subprocess.run(["dpkg", "-x", str(deb), str(tree)], check=True)
     subprocess.run(["tar", "-C", str(tree), "-cJf", str(archive), "."], check=True)
@@ -110,7 +120,11 @@ def make_systemd(work: Path, archive: Path) -> None:
 def make_archive(folder: Path, archive: Path) -> None:
     """Pack a folder; wheels are compressed already."""
     how = "-cf" if archive.suffix == ".tar" else "-cJf"
-    subprocess.run(["tar", "-C", str(folder), how, str(archive), "."], check=True, env={"XZ_OPT": "-3 -T0", "PATH": "/usr/bin:/bin"})
+    subprocess.run(
+        ["tar", "-C", str(folder), how, str(archive), "."],
+        check=True,
+        env={"XZ_OPT": "-3 -T0", "PATH": "/usr/bin:/bin"},
+    )
 
 
 def cut(archives: list[Path], out: Path, first: int) -> dict[str, list[dict[str, object]]]:
@@ -144,9 +158,10 @@ def main() -> int:
     first = out / "p1"
     for folder in (out, work, first, work / "toolkit", work / "repair"):
         folder.mkdir(parents=True, exist_ok=True)
-    code = ["git", "-C", str(HERE), "archive", "--format=tar.gz", "-o", str(first / "code.tar.gz"), f"{args.code}:"]
-    top = subprocess.run(["git", "-C", str(HERE), "rev-parse", "--show-toplevel"], check=True, capture_output=True, text=True)
-    subprocess.run([*code], cwd=top.stdout.strip(), check=True)
+    top = HERE.parent.parent  # from a folder below, git archive packs that folder alone
+    subprocess.run(
+        ["git", "archive", "--format=tar.gz", "-o", str(first / "code.tar.gz"), args.code], cwd=top, check=True
+    )
     if args.code_only:
         return 0
     say("SGLang")

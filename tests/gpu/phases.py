@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-import shutil
 import subprocess
 import sys
 import time
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import kit
-from box import Box, Compilers, Played, answers, ask, kernels, wait_for_answer
+from box import CACHE, Box, Compilers, Played, answers, kernels, wait_for_answer
 
 FLAGS = {
     "load-format": "dummy", "attention-backend": "flashinfer", "sampling-backend": "flashinfer",
@@ -22,6 +21,7 @@ FLAGS = {
 }  # fmt: skip
 FRACTION_SHARED, FRACTION_OWN = 0.1, 0.6
 NAIVE_PORT = 31000
+MORE = (Box("c1", 30010), Box("c2", 30020))
 # NVLink multicast stays off where the machine says so: other tenants share its switches
 PASSED_ON = ("NCCL_NVLS_ENABLE", "TORCH_SYMM_MEM_DISABLE_MULTICAST", "NVSHMEM_DISABLE_NVLS")
 
@@ -88,11 +88,9 @@ def units(box: Box) -> list[str]:
 
 def compiled_since_start(box: Box, unit: str) -> list[str]:
     """Return the modules in the shared cache that are newer than the unit's process."""
-    pid = box.property(unit, "MainPID")
-    if pid in ("", "0"):
-        return []
-    said = box.run("stat", "-c", "%Z", f"/proc/{pid}").stdout.strip()
-    return kernels(float(said)) if said else []
+    show = ("systemctl", "show", "--timestamp=unix", "-p", "ExecMainStartTimestamp", "--value", unit)
+    since = box.run(*show).stdout.strip().lstrip("@")
+    return kernels(float(since), box.root / CACHE.lstrip("/")) if since else []
 
 
 def output(*argv: str, timeout: float = 60.0) -> str:
@@ -145,7 +143,7 @@ def by_hand(context: Context, name: str, cuda_home: str) -> dict[str, Any]:
     argv += [f"--setenv={key}={value}" for key, value in environment.items()]
     box.run(*argv, *words, check=True)
     seconds = wait_for_answer(NAIVE_PORT, lambda: box.property(f"{name}.service", "ActiveState") == "active")
-    compiled = kernels(0, str(box.root / place.relative_to("/")))
+    compiled = kernels(0, box.root / place.relative_to("/"))
     journal = box.run("journalctl", "-o", "cat", "--no-pager", "-u", f"{name}.service").stdout
     context.log(name).parent.mkdir(parents=True, exist_ok=True)
     context.log(name).write_text(journal, encoding="utf-8")
@@ -154,16 +152,23 @@ def by_hand(context: Context, name: str, cuda_home: str) -> dict[str, Any]:
     return found if seconds else {**found, "why": journal[-1500:]}
 
 
+def hide_toolkits(box: Box) -> None:
+    """Take the machine's own toolkits away from a container: it is a host that has pip's alone."""
+    places = (os.environ.get("CUDA_HOME", ""), "/usr/local/cuda")
+    for folder in {os.path.realpath(path) for path in places if path and os.path.isdir(path)}:
+        box.hide(folder)
+
+
 def broken(context: Context) -> dict[str, Any]:
     """pip's toolkit as pip lays it out: what nvcc and the linker say to it."""
     kit.make_venv(context.say)
     kit.add_toolkit(context.say)
-    home = os.environ.get("CUDA_HOME", "")
-    for folder in {os.path.realpath(path) for path in (home, "/usr/local/cuda") if path and os.path.isdir(path)}:
-        context.box.hide(folder)
+    hide_toolkits(context.box)
     tree = kit.site_of() / "nvidia/cu13"
     source = context.proof / "probe.cu"
-    source.write_text("#include <cuda/std/type_traits>\n#include <nv/target>\n__global__ void k() {}\n", encoding="utf-8")
+    source.write_text(
+        "#include <cuda/std/type_traits>\n#include <nv/target>\n__global__ void k() {}\n", encoding="utf-8"
+    )
     run = context.box.run
     compiled = run(str(tree / "bin/nvcc"), "-arch=native", "-c", str(source), "-o", "/tmp/probe.o")
     source.write_text("int main() { return 0; }\n", encoding="utf-8")
@@ -189,7 +194,9 @@ def cold(context: Context) -> dict[str, Any]:
     ratio = round(ours / theirs, 3) if ours and theirs else None
     data.update(servers=servers, nothing_compiled_by_servers=silent, of_naive=ratio)
     good = played.rc == 0 and silent and len(servers) == context.gpus and all(servers.values())
-    return data if good else {**data, "why": played.text[-3000:] if played.rc else "see servers and compiled_by_servers"}
+    return (
+        data if good else {**data, "why": played.text[-3000:] if played.rc else "see servers and compiled_by_servers"}
+    )
 
 
 def health(context: Context, box: Box | None = None) -> dict[str, bool]:
@@ -201,7 +208,15 @@ def health(context: Context, box: Box | None = None) -> dict[str, bool]:
 
 def versions(context: Context) -> dict[str, str]:
     """Return the versions that matter."""
-    names = ("sglang", "torch", "flashinfer-python", "sglang-kernel", "triton", "nvidia-cuda-nvcc", "nvidia-cuda-runtime")
+    names = (
+        "sglang",
+        "torch",
+        "flashinfer-python",
+        "sglang-kernel",
+        "triton",
+        "nvidia-cuda-nvcc",
+        "nvidia-cuda-runtime",
+    )
     code = "import importlib.metadata as m, json, sys; print(json.dumps({n: m.version(n) for n in sys.argv[1:]}))"
     text = context.box.run(f"{kit.ENGINE}/bin/python", "-c", code, *names).stdout.strip()
     toolkit = context.box.root / "etc/sglang/toolkit.json"
@@ -236,27 +251,24 @@ def warm(context: Context) -> dict[str, Any]:
 def more(context: Context) -> dict[str, Any]:
     """More servers on one GPU, one after another: each a host of its own that shares the caches."""
     if context.gpus > 1:
-        return {"skipped": "every GPU has its own server", "ok": True}
+        return {"skipped": "every GPU has its own server"}
     data: dict[str, Any] = {"servers": {}}
-    for number in (1, 2):
-        box = Box(f"c{number}", 30000 + 10 * number)
-        box.boot()
-        for folder in {os.path.realpath(path) for path in (os.environ.get("CUDA_HOME", ""), "/usr/local/cuda") if path}:
-            if os.path.isdir(folder):
-                box.hide(folder)
+    for box in MORE:
+        box.boot(context.box)
+        hide_toolkits(box)
         played, found = context.deploy(f"more-{box.name}", box)
         data["servers"][box.name] = {**found, "answers": health(context, box)}
         if played.rc != 0:
             data["why"] = played.text[-2000:]
-    data["all"] = {name: health(context, Box(name, port)) for name, port in (("c0", 30000), ("c1", 30010), ("c2", 30020))}
+    data["all"] = {box.name: health(context, box) for box in (context.box, *MORE)}
     return data
 
 
 def down(context: Context) -> dict[str, Any]:
     """All servers stop; the GPUs are empty after it."""
-    for name in ("c0", "c1", "c2"):
-        if Path(f"/mnt/{name}/run").exists():
-            Box(name).run("systemctl", "stop", "sglang.target", timeout=200)
+    for box in (context.box, *MORE):
+        if Path(f"/mnt/{box.name}/run").exists():
+            box.run("systemctl", "stop", "sglang.target", timeout=200)
     time.sleep(2)
     return {"memory": output("nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader")}
 
@@ -271,4 +283,3 @@ PHASES: dict[str, Callable[[Context], dict[str, Any]]] = {
     "warm": warm,
     "down": down,
 }
-_ = (ask, shutil)

@@ -58,9 +58,9 @@ def prove(names: list[str]) -> None:
         started = time.monotonic()
         report["phases"][name] = entry = {"ok": False}
         try:
-            entry.update(phases.PHASES[name](context) or {})
-            entry["ok"] = entry.get("ok") or "why" not in entry
-        except Exception as exc:  # noqa: BLE001 - the machine is lent for minutes: the next phase may still tell something
+            found = phases.PHASES[name](context)
+            entry.update({"ok": "why" not in found, **found})
+        except Exception as exc:
             entry["why"] = f"{type(exc).__name__}: {exc}"[:1500]
             say(traceback.format_exc())
         entry["took"] = round(time.monotonic() - started, 1)
