@@ -72,7 +72,7 @@ class Box:
         return done
 
     def boot(self, like: Box | None = None) -> str:
-        """Boot it; returns systemd's state. A second call only asks. like: a container whose accounts and caches it has."""
+        """Boot it, with the accounts and caches of another; returns systemd's state. A second call only asks."""
         if Path(f"/mnt/{self.name}/run").exists():
             return self.run("systemctl", "is-system-running").stdout.strip()
         folders = [str(KIT), str(ENGINE), str(MODELS), "/opt/proof"]
@@ -104,9 +104,15 @@ class Box:
         return self.run("journalctl", "-o", "cat", "--no-pager", *words).stdout
 
     def play(
-        self, playbook: str, variables: Mapping[str, Any], log: Path, *words: str, timeout: float = 1200.0
+        self,
+        playbook: str,
+        variables: Mapping[str, Any],
+        log: Path,
+        *words: str,
+        timeout: float = 1200.0,
+        play: Mapping[str, Any] | None = None,
     ) -> Played:
-        """Run one of the project's playbooks inside, against the container itself."""
+        """Run one of the project's playbooks (or a play of the caller's) inside, against the container itself."""
         log.parent.mkdir(parents=True, exist_ok=True)
         host = {"ansible_connection": "local", "ansible_python_interpreter": sys.executable, "ansible_become": False}
         inventory = {"all": {"children": {"sglang_servers": {"hosts": {self.name: {**host, **variables}}}}}}
@@ -122,7 +128,10 @@ class Box:
         }  # fmt: skip
         argv = [f"/mnt/{self.name}/run", "env", "-i", *(f"{key}={value}" for key, value in environment.items())]
         argv += ["bash", "-c", f'cd {CODE} && exec "$@"', "play", sys.executable, "-m", "ansible", "playbook"]
-        argv += ["-i", str(place), f"playbooks/{playbook}.yml", *words]
+        own = log.with_suffix(".play.yml")
+        if play:
+            own.write_text(json.dumps([play], indent=1), encoding="utf-8")
+        argv += ["-i", str(place), str(own) if play else f"playbooks/{playbook}.yml", *words]
         started, tasks, lines = time.monotonic(), [], []
         with log.open("w", encoding="utf-8") as out:
             process = subprocess.Popen(

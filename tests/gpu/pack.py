@@ -46,8 +46,8 @@ UNUSED = (
 DISPLAY = "class HTML(str):\n    pass\n\n\ndef display(*a, **k):\n    pass\n\n\ndef clear_output(*a, **k):\n    pass\n"
 SYSTEMD = (
     "systemd libsystemd-shared libsystemd0 systemd-sysv dbus dbus-bin dbus-daemon dbus-system-bus-common "
-    "dbus-session-bus-common libdbus-1-3 libapparmor1 libaudit1 libcap2 libcrypt1 libcryptsetup12 libfdisk1 libgcrypt20 "
-    "libgpg-error0 libip4tc2 libkmod2 libseccomp2 libselinux1 libmount1 libblkid1 libpam0g libpam-modules "
+    "dbus-session-bus-common libdbus-1-3 libapparmor1 libaudit1 libcap2 libcrypt1 libcryptsetup12 libfdisk1 "
+    "libgcrypt20 libgpg-error0 libip4tc2 libkmod2 libseccomp2 libselinux1 libmount1 libblkid1 libpam0g libpam-modules "
     "libpam-runtime libdevmapper1.02.1 libargon2-1 libjson-c5 libacl1 libexpat1 libcap-ng0 libnss-systemd iproute2 "
     "procps libproc2-0 libelf1 libbpf1 libmnl0 libtirpc3 libxtables12"
 )

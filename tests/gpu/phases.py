@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import faults
 import kit
 from box import CACHE, Box, Compilers, Played, answers, kernels, wait_for_answer
 
@@ -273,6 +274,13 @@ def down(context: Context) -> dict[str, Any]:
     return {"memory": output("nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader")}
 
 
+def provoked(context: Context) -> dict[str, Any]:
+    """Faults provoked on the GPU, each named by our diagnosis."""
+    down(context)
+    data = faults.all_faults(context.box, context.proof / "logs", context.say)
+    return data if data["right"] == data["of"] else {**data, "why": "a fault has the wrong name: see faults"}
+
+
 PHASES: dict[str, Callable[[Context], dict[str, Any]]] = {
     "machine": machine,
     "naive": naive,
@@ -281,5 +289,6 @@ PHASES: dict[str, Callable[[Context], dict[str, Any]]] = {
     "noop": noop,
     "more": more,
     "warm": warm,
+    "faults": provoked,
     "down": down,
 }
