@@ -21,7 +21,7 @@ from pathlib import Path
 import models
 
 HERE = Path(__file__).resolve().parent
-PART = 56_000_000
+PART = 58_000_000
 ANSIBLE = ("ansible-core", "resolvelib", "cryptography", "cffi", "pycparser")
 TOOLKIT = (
     "nvidia-cuda-nvcc==13.5.37",
