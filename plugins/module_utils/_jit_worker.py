@@ -71,6 +71,12 @@ def fingerprint(path: str) -> list[Any]:
     return [status.st_size, status.st_mtime_ns, status.st_ino, digest]
 
 
+def journal(text: str) -> None:
+    """Write a line where the unit's journal, or the log file, takes it: this is no module, its output is read."""
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
+
+
 def available_memory(meminfo: str = "/proc/meminfo") -> int:
     """Return how many bytes can be had without swapping; a container's limit counts too."""
     free = 1 << 62
@@ -94,7 +100,7 @@ class Worker:
 
     def say(self, text: str, **more: Any) -> None:
         """Tell the journal, and whoever waits."""
-        print(text, flush=True)
+        journal(text)
         with (self.out / PROGRESS).open("a", encoding="utf-8") as file:
             file.write(json.dumps({"text": text, **more}) + "\n")
 
@@ -248,7 +254,7 @@ class Worker:
                 cause.update(code="compiler_killed", remedy="Free memory, or lower sglang_server_jit_workers")
             self.rows.append({**_row(module, "failed"), "seconds": seconds, **cause})
             self.say(f"module {done} of {total}: {module.name} FAILED: {cause['error']}", done=done, total=total)
-            print(text, flush=True)
+            journal(text)
         return killed
 
     # proving
@@ -262,7 +268,10 @@ class Worker:
             proof_file.unlink()
         if fresh:
             argv = [sys.executable, *self.request["argv"], "prove"]
-            done = subprocess.run(argv, capture_output=True, text=True, check=False)
+            # run by the engine's Python, where there is no Ansible and no run_command
+            done = subprocess.run(  # pylint: disable=ansible-bad-function
+                argv, capture_output=True, text=True, check=False
+            )
             rc, said = done.returncode, done.stdout + done.stderr
         else:
             pid = os.fork()
@@ -397,7 +406,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         worker.run()
     except Exception as exc:
-        print(traceback.format_exc(), flush=True)
+        journal(traceback.format_exc())
         known = recognise(f"{exc}") or [Finding("warm_up_failed", f"{type(exc).__name__}: {first_error(str(exc))}")]
         with contextlib.suppress(OSError):
             worker.finish(problems=[item.to_dict() for item in known[:1]])
