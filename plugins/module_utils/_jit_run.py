@@ -67,6 +67,7 @@ class Settings:
     config_dir: str = "/etc/sglang"
     workers: int = 0
     memory_mib: int = 1126
+    module_timeout: int = 1800
     publish_dir: str = ""
 
     @property
@@ -232,6 +233,7 @@ def _request(
         "cache_dirs": list(dict.fromkeys([settings.cache_dir, *_caches(settings.environment)])),
         "workers": settings.workers,
         "memory_per_worker": settings.memory_mib << 20,
+        "module_timeout": settings.module_timeout,
     }
     text = json.dumps([request, dict(settings.building), settings.python], sort_keys=True)
     return {**request, "id": hashlib.sha256(text.encode()).hexdigest()[:16]}

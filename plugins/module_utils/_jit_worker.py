@@ -29,6 +29,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ansible_collections.gpufleet.sglang.plugins.module_utils import _jit_bound as bound
 from ansible_collections.gpufleet.sglang.plugins.module_utils import _jit_calls as calls
 from ansible_collections.gpufleet.sglang.plugins.module_utils._finding import Finding
 from ansible_collections.gpufleet.sglang.plugins.module_utils._toolkit_errors import recognise
@@ -60,6 +61,8 @@ def why(text: str) -> dict[str, str]:
     """Turn a failed build's output into its first real error, a stable code and a remedy."""
     known = recognise(text)
     found = known[0] if known else Finding("build_failed", "", "See the journal of the warm-up")
+    if bound.OPTION in text:
+        found = Finding("compiler_hung", "", f"See what held it up; on a machine that slow, raise {bound.OPTION}")
     return {"error": first_error(text), "code": found.code, "remedy": found.remedy}
 
 
@@ -95,6 +98,7 @@ class Worker:
     def __init__(self, request: Mapping[str, Any]) -> None:
         self.request = request
         self.out = Path(request["out"])
+        self.limit = float(request.get("module_timeout", 0))
         self.rows: list[dict[str, Any]] = []
         self.libraries: dict[str, str] = {}  # path by module
 
@@ -230,7 +234,7 @@ class Worker:
                 pid = os.fork()
                 if pid == 0:
                     os.close(reader)
-                    _child(functools.partial(_build, module), jobs, writer)
+                    _child(functools.partial(bound.within, self.limit, _build, module), jobs, writer)
                 os.close(writer)
                 running[pid] = (module, began, reader)
             pid, status = os.wait()

@@ -100,6 +100,10 @@ options:
     description: Memory that one compiler may need.
     type: int
     default: 1126
+  module_timeout:
+    description: Seconds that building one module may take before it is killed and reported; 0 for without a limit.
+    type: int
+    default: 1800
   publish_dir:
     description:
       - Folder for a copy of FlashInfer's modules in the layout of its ahead-of-time loading; empty for none.
@@ -238,6 +242,7 @@ ARGUMENTS = {
     "config_dir": {"type": "path", "default": "/etc/sglang"},
     "workers": {"type": "int", "default": 0},
     "worker_memory_mib": {"type": "int", "default": 1126},
+    "module_timeout": {"type": "int", "default": 1800},
     "publish_dir": {"type": "str", "default": ""},
     "strict": {"type": "bool", "default": False},
     "required": {"type": "bool", "default": True},
@@ -263,6 +268,7 @@ def settings_of(params: dict[str, Any]) -> Settings:
         config_dir=params["config_dir"].rstrip("/"),
         workers=params["workers"],
         memory_mib=params["worker_memory_mib"],
+        module_timeout=params["module_timeout"],
         publish_dir=params["publish_dir"].rstrip("/"),
     )
 
