@@ -98,21 +98,56 @@ class Worker:
     def __init__(self, request: Mapping[str, Any]) -> None:
         self.request = request
         self.out = Path(request["out"])
+        self.label = str(request.get("label", ""))  # of a part for another architecture
+        self.parts: list[dict[str, Any]] = []
         self.limit = float(request.get("module_timeout", 0))
         self.rows: list[dict[str, Any]] = []
         self.libraries: dict[str, str] = {}  # path by module
 
     def say(self, text: str, **more: Any) -> None:
         """Tell the journal, and whoever waits."""
+        if self.label:
+            text, more = f"{self.label}: {text}", {}
         journal(text)
         with (self.out / PROGRESS).open("a", encoding="utf-8") as file:
             file.write(json.dumps({"text": text, **more}) + "\n")
 
     def finish(self, **result: Any) -> None:
-        """Write the result beside its place and rename it."""
-        part = self.out / f"{RESULT}.part"
-        part.write_text(json.dumps({"id": self.request["id"], "rows": self.rows, **result}), encoding="utf-8")
-        part.replace(self.out / RESULT)
+        """Write the result, with the parts', beside its place and rename it."""
+        whole = {"id": self.request["id"], "rows": self.rows, **result}
+        for told in self.parts:
+            whole["rows"] = whole["rows"] + told["rows"]
+            known = list(whole.get("problems", ()))
+            whole["problems"] = known + [item for item in told.get("problems", ()) if item not in known]
+            whole["libraries"] = {**whole.get("libraries", {}), **told.get("libraries", {})}
+        part = self.file(f"{RESULT}.part")
+        part.write_text(json.dumps(whole), encoding="utf-8")
+        part.replace(self.file(RESULT))
+
+    def file(self, name: str) -> Path:
+        """Return a file of this run's own."""
+        return self.out / (f"{self.label}-{name}" if self.label else name)
+
+    # another architecture
+
+    def part(self, other: Mapping[str, Any]) -> None:
+        """Do the same for another architecture, in a process of its own: FlashInfer takes one when it is imported."""
+        label = str(other["arch"])
+        path = self.out / f"{label}-request.json"
+        *code, _request = self.request["argv"]
+        whole = {**self.request, **other, "others": [], "label": label, "argv": [*code, str(path)]}
+        path.write_text(json.dumps(whole), encoding="utf-8")
+        # run by the engine's Python, where there is no Ansible and no run_command
+        subprocess.run([sys.executable, *whole["argv"]], check=False)  # pylint: disable=ansible-bad-function
+        try:
+            told = json.loads((self.out / f"{label}-{RESULT}").read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            text = f"the warm-up for {label} died without a result"
+            told = {"rows": [], "problems": [Finding("warm_up_died", text, "See its journal").to_dict()]}
+        for row in told["rows"]:
+            row["name"] += f" ({label})"
+        told["libraries"] = {f"{name} ({label})": item for name, item in told.get("libraries", {}).items()}
+        self.parts.append(told)
 
     # before anything is imported
 
@@ -267,7 +302,7 @@ class Worker:
         """Load every module where none was loaded before, with compiling forbidden, and look that no file changed."""
         failed = {row["name"] for row in self.rows if row["state"] == "failed"}
         names = [row["name"] for row in self.rows if row["state"] in ("already", "compiled")]
-        proof_file = self.out / "proof.json"
+        proof_file = self.file("proof.json")
         with contextlib.suppress(FileNotFoundError):
             proof_file.unlink()
         if fresh:
@@ -308,7 +343,7 @@ class Worker:
 
         def note(name: str) -> None:
             proof["loading"] = name
-            (self.out / "proof.json").write_text(json.dumps(proof), encoding="utf-8")
+            self.file("proof.json").write_text(json.dumps(proof), encoding="utf-8")
 
         modules, _odd = calls.resolve(self.request["entries"], repair=False)
         for module in modules:
@@ -408,6 +443,8 @@ def main(argv: Sequence[str]) -> int:
         worker.finish(problems=[item.to_dict() for item in obstacles])
         return 1
     try:
+        for other in request.get("others", ()):
+            worker.part(other)
         worker.run()
     except Exception as exc:
         journal(traceback.format_exc())

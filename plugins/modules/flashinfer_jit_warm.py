@@ -56,6 +56,11 @@ options:
     type: list
     elements: str
     default: []
+  more_argv:
+    description: Command lines of the other servers, where their backends or dtypes differ.
+    type: list
+    elements: list
+    default: []
   environment:
     description: The server's whole environment. Without it no cache is known.
     type: dict
@@ -76,7 +81,9 @@ options:
     type: bool
     default: true
   arch_list:
-    description: Architectures, as V(9.0a) or V(12.0f); left out, those in C(toolkit.json), else the host's GPUs'.
+    description:
+      - Architectures, as V(9.0a) or V(12.0f); left out, those in C(toolkit.json), else the host's GPUs'.
+      - With several, everything is built for each.
     type: list
     elements: str
     default: []
@@ -232,6 +239,7 @@ ARGUMENTS = {
     "model": {"type": "str", "default": ""},
     "release": {"type": "str", "default": ""},
     "argv": {"type": "list", "elements": "str", "default": []},
+    "more_argv": {"type": "list", "elements": "list", "default": []},
     "environment": {"type": "dict", "default": {}},
     "modules": {"type": "list", "elements": "raw", "default": []},
     "derive": {"type": "bool", "default": True},
@@ -258,6 +266,7 @@ def settings_of(params: dict[str, Any]) -> Settings:
         model=params["model"],
         release=params["release"],
         argv=params["argv"],
+        more_argv=[[str(word) for word in argv] for argv in params["more_argv"]],
         environment={str(key): str(value) for key, value in params["environment"].items() if value is not None},
         modules=params["modules"],
         derive=params["derive"],
