@@ -57,6 +57,7 @@ class Settings:
     model: str
     release: str = ""
     argv: Sequence[str] = ()
+    more_argv: Sequence[Sequence[str]] = ()  # of the other servers
     environment: Mapping[str, str] = field(default_factory=dict)
     modules: Sequence[Any] = ()
     derive: bool = True
@@ -67,6 +68,7 @@ class Settings:
     config_dir: str = "/etc/sglang"
     workers: int = 0
     memory_mib: int = 1126
+    module_timeout: int = 1800
     publish_dir: str = ""
 
     @property
@@ -105,15 +107,16 @@ class Outcome:
         return {state: len(self.names(state)) for state in COUNTS}
 
 
-def capability_of(settings: Settings, runner: Runner) -> tuple[str, str, list[Finding]]:
-    """Return compute capability and architecture (12.0, 12.0f): as given, as the toolkit was proven, or the GPUs'."""
+def architectures(settings: Settings, runner: Runner) -> tuple[list[str], list[Finding]]:
+    """Return the architectures (12.0f), the first GPU's first: as given, as the toolkit was proven, or the GPUs'."""
     toolkit = load_toolkit(settings.config_dir)
     given = list(settings.archs) or [str(item) for item in toolkit.get("arch_list") or []]
     nvcc = str((toolkit.get("versions") or {}).get("nvcc", ""))
     archs, problems = archs_of(runner, given, nvcc)
-    if problems:
-        return "", "", problems
-    return archs[0].rstrip("af"), archs[0], []
+    if len(archs) > 1 and settings.publish_dir:
+        text = f"kernels for {', '.join(archs)} are needed, and what is published has room for one of them"
+        problems = [Finding("publish_one_arch", text, "Set sglang_server_jit_publish: false")]
+    return archs, problems
 
 
 def wanted(settings: Settings, state: Mapping[str, Any], capability: str) -> tuple[list[sets.Entry], list[str]]:
@@ -121,13 +124,18 @@ def wanted(settings: Settings, state: Mapping[str, Any], capability: str) -> tup
     lines: list[str] = []
     given = sets.given(settings.modules)
     learned = kept.manifest(state, settings.model, settings.release) if settings.learned else []
+    if capability != "9.0":  # on a host with two kinds of GPUs, the other kind's
+        learned = [entry for entry in learned if "fa3" not in entry.get("args", ())]
     derived: list[sets.Entry] = []
     if settings.derive:
         config = _config(settings.model)
         if config is None:
             lines.append(f"{settings.model} has no config.json here: nothing is derived, the canary teaches the set")
         else:
-            derived, lines = sets.derive(sets.Asked(config, capability, sets.flags_of(settings.argv)))
+            for argv in (settings.argv, *settings.more_argv):
+                entries, said = sets.derive(sets.Asked(config, capability, sets.flags_of(argv)))
+                derived = sets.merge(derived, entries)
+                lines += [line for line in said if line not in lines]
     counted = [f"{len(items)} {name}" for items, name in ((given, "given"), (learned, "learned"), (derived, "derived"))]
     return sets.merge(given, learned, derived), [f"set: {', '.join(counted)}", *lines]
 
@@ -150,13 +158,19 @@ def run(
     state = kept.load(settings.config_dir)
     if not watch and not check:
         state = _catch_up(settings, state)
-    capability, arch, problems = capability_of(settings, runner)
+    archs, problems = architectures(settings, runner)
     if problems:
         return Outcome(problems=problems)
-    entries, lines = wanted(settings, state, capability)
-    if not entries:
+    lines: list[str] = []
+    parts = []
+    for arch in archs:
+        capability = arch.rstrip("af")
+        entries, said = wanted(settings, state, capability)
+        parts.append({"capability": capability, "arch": arch, "entries": list(entries)})
+        lines += [f"{arch}: {line}" for line in said] if len(archs) > 1 else said
+    if not any(part["entries"] for part in parts):
         return Outcome(lines=[*lines, "nothing to build"])
-    request = _request(settings, entries, capability, arch, check)
+    request = _request(settings, parts, check)
     out = Outcome(lines=lines)
     while True:
         if not watch.get("joined"):
@@ -221,17 +235,15 @@ def _key(settings: Settings) -> str:
     return f"{settings.release} {settings.model}"
 
 
-def _request(
-    settings: Settings, entries: Sequence[sets.Entry], capability: str, arch: str, check: bool
-) -> dict[str, Any]:
+def _request(settings: Settings, parts: Sequence[Mapping[str, Any]], check: bool) -> dict[str, Any]:
     request = {
-        "entries": list(entries),
+        **parts[0],
+        "others": list(parts[1:]),  # each architecture has a folder of its own, chosen when FlashInfer is imported
         "mode": "check" if check else "build",
-        "capability": capability,
-        "arch": arch,
         "cache_dirs": list(dict.fromkeys([settings.cache_dir, *_caches(settings.environment)])),
         "workers": settings.workers,
         "memory_per_worker": settings.memory_mib << 20,
+        "module_timeout": settings.module_timeout,
     }
     text = json.dumps([request, dict(settings.building), settings.python], sort_keys=True)
     return {**request, "id": hashlib.sha256(text.encode()).hexdigest()[:16]}

@@ -29,6 +29,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ansible_collections.gpufleet.sglang.plugins.module_utils import _jit_bound as bound
 from ansible_collections.gpufleet.sglang.plugins.module_utils import _jit_calls as calls
 from ansible_collections.gpufleet.sglang.plugins.module_utils._finding import Finding
 from ansible_collections.gpufleet.sglang.plugins.module_utils._toolkit_errors import recognise
@@ -60,6 +61,8 @@ def why(text: str) -> dict[str, str]:
     """Turn a failed build's output into its first real error, a stable code and a remedy."""
     known = recognise(text)
     found = known[0] if known else Finding("build_failed", "", "See the journal of the warm-up")
+    if bound.OPTION in text:
+        found = Finding("compiler_hung", "", f"See what held it up; on a machine that slow, raise {bound.OPTION}")
     return {"error": first_error(text), "code": found.code, "remedy": found.remedy}
 
 
@@ -69,6 +72,12 @@ def fingerprint(path: str) -> list[Any]:
     with open(path, "rb") as file:
         digest = hashlib.sha256(file.read()).hexdigest()
     return [status.st_size, status.st_mtime_ns, status.st_ino, digest]
+
+
+def journal(text: str) -> None:
+    """Write a line where the unit's journal, or the log file, takes it: this is no module, its output is read."""
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
 
 
 def available_memory(meminfo: str = "/proc/meminfo") -> int:
@@ -89,20 +98,56 @@ class Worker:
     def __init__(self, request: Mapping[str, Any]) -> None:
         self.request = request
         self.out = Path(request["out"])
+        self.label = str(request.get("label", ""))  # of a part for another architecture
+        self.parts: list[dict[str, Any]] = []
+        self.limit = float(request.get("module_timeout", 0))
         self.rows: list[dict[str, Any]] = []
         self.libraries: dict[str, str] = {}  # path by module
 
     def say(self, text: str, **more: Any) -> None:
         """Tell the journal, and whoever waits."""
-        print(text, flush=True)
+        if self.label:
+            text, more = f"{self.label}: {text}", {}
+        journal(text)
         with (self.out / PROGRESS).open("a", encoding="utf-8") as file:
             file.write(json.dumps({"text": text, **more}) + "\n")
 
     def finish(self, **result: Any) -> None:
-        """Write the result beside its place and rename it."""
-        part = self.out / f"{RESULT}.part"
-        part.write_text(json.dumps({"id": self.request["id"], "rows": self.rows, **result}), encoding="utf-8")
-        part.replace(self.out / RESULT)
+        """Write the result, with the parts', beside its place and rename it."""
+        whole = {"id": self.request["id"], "rows": self.rows, **result}
+        for told in self.parts:
+            whole["rows"] = whole["rows"] + told["rows"]
+            known = list(whole.get("problems", ()))
+            whole["problems"] = known + [item for item in told.get("problems", ()) if item not in known]
+            whole["libraries"] = {**whole.get("libraries", {}), **told.get("libraries", {})}
+        part = self.file(f"{RESULT}.part")
+        part.write_text(json.dumps(whole), encoding="utf-8")
+        part.replace(self.file(RESULT))
+
+    def file(self, name: str) -> Path:
+        """Return a file of this run's own."""
+        return self.out / (f"{self.label}-{name}" if self.label else name)
+
+    # another architecture
+
+    def part(self, other: Mapping[str, Any]) -> None:
+        """Do the same for another architecture, in a process of its own: FlashInfer takes one when it is imported."""
+        label = str(other["arch"])
+        path = self.out / f"{label}-request.json"
+        *code, _request = self.request["argv"]
+        whole = {**self.request, **other, "others": [], "label": label, "argv": [*code, str(path)]}
+        path.write_text(json.dumps(whole), encoding="utf-8")
+        # run by the engine's Python, where there is no Ansible and no run_command
+        subprocess.run([sys.executable, *whole["argv"]], check=False)  # pylint: disable=ansible-bad-function
+        try:
+            told = json.loads((self.out / f"{label}-{RESULT}").read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            text = f"the warm-up for {label} died without a result"
+            told = {"rows": [], "problems": [Finding("warm_up_died", text, "See its journal").to_dict()]}
+        for row in told["rows"]:
+            row["name"] += f" ({label})"
+        told["libraries"] = {f"{name} ({label})": item for name, item in told.get("libraries", {}).items()}
+        self.parts.append(told)
 
     # before anything is imported
 
@@ -224,7 +269,7 @@ class Worker:
                 pid = os.fork()
                 if pid == 0:
                     os.close(reader)
-                    _child(functools.partial(_build, module), jobs, writer)
+                    _child(functools.partial(bound.within, self.limit, _build, module), jobs, writer)
                 os.close(writer)
                 running[pid] = (module, began, reader)
             pid, status = os.wait()
@@ -248,7 +293,7 @@ class Worker:
                 cause.update(code="compiler_killed", remedy="Free memory, or lower sglang_server_jit_workers")
             self.rows.append({**_row(module, "failed"), "seconds": seconds, **cause})
             self.say(f"module {done} of {total}: {module.name} FAILED: {cause['error']}", done=done, total=total)
-            print(text, flush=True)
+            journal(text)
         return killed
 
     # proving
@@ -257,12 +302,15 @@ class Worker:
         """Load every module where none was loaded before, with compiling forbidden, and look that no file changed."""
         failed = {row["name"] for row in self.rows if row["state"] == "failed"}
         names = [row["name"] for row in self.rows if row["state"] in ("already", "compiled")]
-        proof_file = self.out / "proof.json"
+        proof_file = self.file("proof.json")
         with contextlib.suppress(FileNotFoundError):
             proof_file.unlink()
         if fresh:
             argv = [sys.executable, *self.request["argv"], "prove"]
-            done = subprocess.run(argv, capture_output=True, text=True, check=False)
+            # run by the engine's Python, where there is no Ansible and no run_command
+            done = subprocess.run(  # pylint: disable=ansible-bad-function
+                argv, capture_output=True, text=True, check=False
+            )
             rc, said = done.returncode, done.stdout + done.stderr
         else:
             pid = os.fork()
@@ -295,7 +343,7 @@ class Worker:
 
         def note(name: str) -> None:
             proof["loading"] = name
-            (self.out / "proof.json").write_text(json.dumps(proof), encoding="utf-8")
+            self.file("proof.json").write_text(json.dumps(proof), encoding="utf-8")
 
         modules, _odd = calls.resolve(self.request["entries"], repair=False)
         for module in modules:
@@ -395,9 +443,11 @@ def main(argv: Sequence[str]) -> int:
         worker.finish(problems=[item.to_dict() for item in obstacles])
         return 1
     try:
+        for other in request.get("others", ()):
+            worker.part(other)
         worker.run()
     except Exception as exc:
-        print(traceback.format_exc(), flush=True)
+        journal(traceback.format_exc())
         known = recognise(f"{exc}") or [Finding("warm_up_failed", f"{type(exc).__name__}: {first_error(str(exc))}")]
         with contextlib.suppress(OSError):
             worker.finish(problems=[item.to_dict() for item in known[:1]])

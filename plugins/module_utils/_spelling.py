@@ -20,7 +20,7 @@ SERVE_ENTRY = "(sglang serve)"
 
 def number(version: str) -> tuple[int, ...]:
     """Return a version as a sortable tuple: 0.5.12.post1 follows 0.5.12; a local part (+cu128) does not count."""
-    return tuple(int(part) for part in re.findall(r"\d+", str(version).split("+")[0]))
+    return tuple(int(part) for part in re.findall(r"\d+", str(version).partition("+")[0]))
 
 
 def covered(version: str) -> bool:

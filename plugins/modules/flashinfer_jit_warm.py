@@ -56,6 +56,11 @@ options:
     type: list
     elements: str
     default: []
+  more_argv:
+    description: Command lines of the other servers, where their backends or dtypes differ.
+    type: list
+    elements: list
+    default: []
   environment:
     description: The server's whole environment. Without it no cache is known.
     type: dict
@@ -76,7 +81,9 @@ options:
     type: bool
     default: true
   arch_list:
-    description: Architectures, as V(9.0a) or V(12.0f); left out, those in C(toolkit.json), else the host's GPUs'.
+    description:
+      - Architectures, as V(9.0a) or V(12.0f); left out, those in C(toolkit.json), else the host's GPUs'.
+      - With several, everything is built for each.
     type: list
     elements: str
     default: []
@@ -100,6 +107,10 @@ options:
     description: Memory that one compiler may need.
     type: int
     default: 1126
+  module_timeout:
+    description: Seconds that building one module may take before it is killed and reported; 0 for without a limit.
+    type: int
+    default: 1800
   publish_dir:
     description:
       - Folder for a copy of FlashInfer's modules in the layout of its ahead-of-time loading; empty for none.
@@ -228,6 +239,7 @@ ARGUMENTS = {
     "model": {"type": "str", "default": ""},
     "release": {"type": "str", "default": ""},
     "argv": {"type": "list", "elements": "str", "default": []},
+    "more_argv": {"type": "list", "elements": "list", "default": []},
     "environment": {"type": "dict", "default": {}},
     "modules": {"type": "list", "elements": "raw", "default": []},
     "derive": {"type": "bool", "default": True},
@@ -238,6 +250,7 @@ ARGUMENTS = {
     "config_dir": {"type": "path", "default": "/etc/sglang"},
     "workers": {"type": "int", "default": 0},
     "worker_memory_mib": {"type": "int", "default": 1126},
+    "module_timeout": {"type": "int", "default": 1800},
     "publish_dir": {"type": "str", "default": ""},
     "strict": {"type": "bool", "default": False},
     "required": {"type": "bool", "default": True},
@@ -253,6 +266,7 @@ def settings_of(params: dict[str, Any]) -> Settings:
         model=params["model"],
         release=params["release"],
         argv=params["argv"],
+        more_argv=[[str(word) for word in argv] for argv in params["more_argv"]],
         environment={str(key): str(value) for key, value in params["environment"].items() if value is not None},
         modules=params["modules"],
         derive=params["derive"],
@@ -263,6 +277,7 @@ def settings_of(params: dict[str, Any]) -> Settings:
         config_dir=params["config_dir"].rstrip("/"),
         workers=params["workers"],
         memory_mib=params["worker_memory_mib"],
+        module_timeout=params["module_timeout"],
         publish_dir=params["publish_dir"].rstrip("/"),
     )
 

@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Put what the GPU proof needs into parts that fit one transfer each (58 MB), on a machine with package registries.
 
 pack.py OUT [--code GIT_REF] makes OUT/p1, p2, ...: p1 holds the small things (systemd, ansible-core, models, this

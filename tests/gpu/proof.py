@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """The GPU proof: our deploy on real GPUs of a bare machine, as a report in JSON.
 
 proof.py start [--phases A,B,...]   starts the proof in the background; it waits for the parts of the kit it needs

@@ -52,6 +52,15 @@ def test_the_worker_runs_from_the_job_alone(job, tmp_path):
     until_dead(job)
 
 
+def test_another_architecture_is_a_process_of_its_own(job, tmp_path):
+    other = {"capability": "9.0", "arch": "9.0a", "entries": [{"kind": "flashinfer", "call": "page.get_page_module"}]}
+    assert job.start(request(tmp_path, others=[other]), sys.executable, {"PATH": "/usr/bin:/bin"})
+    seen = until_dead(job)
+    part = json.loads((job.out / "9.0a-result.json").read_text())
+    assert [item["message"] for item in part["problems"]] == ["ModuleNotFoundError: No module named 'torch'"]
+    assert seen.result["problems"] == part["problems"]  # the same for both: said once
+
+
 def test_one_that_is_at_work_is_left_alone(job, tmp_path, monkeypatch):
     monkeypatch.setattr(jobs, "CODE", "import time; time.sleep(60)  # {folder}")
     assert job.start(request(tmp_path), sys.executable, {"PATH": "/usr/bin:/bin"})

@@ -90,6 +90,38 @@ def test_built_then_written_down(settings, tmp_path):
     assert [path.rpartition("/")[2] for path in state["snapshot"]] == ["norm.so"]
 
 
+def test_every_server_and_every_architecture_counts(settings, tmp_path):
+    config = {"model_type": "llama", "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 64}
+    (tmp_path / "config.json").write_text(json.dumps({**config, "torch_dtype": "bfloat16"}))
+    argvs = [["--port", "1"], ["--port", "2", "--kv-cache-dtype", "fp8_e4m3"], ["--port", "3"]]
+    argvs = [[*argv, "--attention-backend", "flashinfer"] for argv in argvs]
+    given = {"modules": [], "derive": True, "model": str(tmp_path), "argv": argvs[0], "more_argv": argvs}
+    job = Job(done(ROW))
+    out = go(settings(**given, archs=["12.0f", "9.0a"]), job)
+    kinds = [entry["args"][2] for entry in job.asked["entries"] if entry["call"].startswith("prefill.")]
+    assert {"torch.bfloat16", "torch.float8_e4m3fn"} == set(kinds)
+    (other,) = job.asked["others"]
+    assert (job.asked["arch"], other["arch"], other["capability"]) == ("12.0f", "9.0a", "9.0")
+    backends = [
+        {entry["args"][0] for entry in part["entries"] if entry["call"].startswith("prefill.")}
+        for part in (job.asked, other)
+    ]
+    assert backends == [{"fa2"}, {"fa2", "fa3"}]
+    assert sum(line.startswith("9.0a: head_dim 64") for line in out.lines) == 2  # not once for each port
+    refused = go(settings(archs=["12.0f", "9.0a"], publish_dir=f"{tmp_path}/k"), job)
+    assert [item.code for item in refused.problems] == ["publish_one_arch"]
+
+
+def test_what_one_kind_of_gpu_taught_is_not_built_for_the_other(settings, tmp_path):
+    go(settings(), Job(done(ROW)))
+    name = "batch_prefill_with_kv_cache_dtype_q_bf16_dtype_kv_bf16_dtype_o_bf16_dtype_idx_i32"
+    name += "_head_dim_qk_64_head_dim_vo_64_posenc_0_use_swa_False_use_logits_cap_False_f16qk_False_sm90"
+    module_file(tmp_path, name)
+    job = Job(done(ROW))
+    go(settings(archs=["12.0f", "9.0a"]), job)
+    assert [len(part["entries"]) for part in (job.asked, *job.asked["others"])] == [1, 2]
+
+
 def test_nothing_built_is_no_change_and_keeps_the_last_seconds(settings, tmp_path):
     go(settings(), Job(done(ROW)))
     out = go(settings(), Job(done({**ROW, "state": "already"})))

@@ -17,8 +17,8 @@ QWEN3 = {
 FLASHINFER = {"attention-backend": "flashinfer", "sampling-backend": "flashinfer"}
 
 
-def calls(config=QWEN3, capability="12.0", **flags):
-    entries, _lines = sets.derive(sets.Asked(config, capability, flags))
+def calls(config=None, capability="12.0", **flags):
+    entries, _lines = sets.derive(sets.Asked(config or QWEN3, capability, flags))
     return [(item["call"].rpartition(".")[2], *item["args"]) for item in entries]
 
 

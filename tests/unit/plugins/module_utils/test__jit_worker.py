@@ -125,6 +125,25 @@ def test_a_compiler_that_the_kernel_killed_counts_as_killed(tmp_path, monkeypatc
     assert [row["state"] for row in run.rows] == ["compiled"]
 
 
+def test_a_compiler_that_hangs_is_killed_with_all_below_it_and_named(tmp_path, monkeypatch):
+    (tmp_path / "norm.cu").touch()
+    (tmp_path / "cicc").write_text(f"echo $$ >> {tmp_path}/pids; exec tail -f {tmp_path}/norm.cu")
+
+    def build(_module):  # as ninja does: each compiler in a group of its own
+        subprocess.run(["sh", "-c", f"setsid sh {tmp_path}/cicc & sh {tmp_path}/cicc"], check=True)
+
+    monkeypatch.setattr(worker, "_build", build)
+    run = make(tmp_path, module_timeout=1)
+    run.build(modules("norm"))
+    (row,) = run.rows
+    assert (row["state"], row["code"]) == ("failed", "compiler_hung")
+    said = "norm was not built within 1 s (sglang_server_jit_module_timeout); at work was: tail norm.cu"
+    assert row["error"] == said
+    pids = (tmp_path / "pids").read_text().split()
+    assert len(pids) == 2
+    assert not any(os.path.exists(f"/proc/{pid}/exe") for pid in pids)
+
+
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
 def test_a_cache_of_somebody_else_is_named(tmp_path):
     tmp_path.chmod(0o555)
