@@ -6,12 +6,14 @@ import hashlib
 import json
 import os
 import re
+import resource
 import shutil
 import subprocess
 import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 TOP = Path(__file__).resolve().parents[2]
 BUILDS = Path(__file__).parent / "builds"
@@ -48,12 +50,28 @@ class Built:
     seconds: float
 
 
+class Played(NamedTuple):
+    """One run of a playbook: how many tasks changed, what it said, seconds of wall and of processor time."""
+
+    changed: int
+    output: str
+    seconds: float
+    cpu: float
+
+
+def children_cpu() -> float:
+    """Return the processor time, in seconds, of all children that have ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
 @dataclass
 class Run:
     """One run of the module."""
 
     result: dict
     seconds: float
+    cpu: float  # seconds of processor time, its children's too: what a busy machine does not stretch
 
     @property
     def codes(self) -> list[str]:
@@ -116,7 +134,7 @@ class Environment:
             "cache_dirs": [str(self.cache)],
             **arguments,
         }
-        started = time.monotonic()
+        started, spent = time.monotonic(), children_cpu()
         done = subprocess.run(
             [sys.executable, str(BUILDS / "module.py")],
             input=json.dumps(given),
@@ -128,7 +146,8 @@ class Environment:
         )
         if not done.stdout.strip():
             raise RuntimeError(done.stderr)
-        return Run(json.loads(done.stdout.strip().splitlines()[-1]), time.monotonic() - started)
+        result = json.loads(done.stdout.strip().splitlines()[-1])
+        return Run(result, time.monotonic() - started, children_cpu() - spent)
 
     def start(self, **arguments) -> subprocess.Popen:
         """Start the module and don't wait."""
@@ -148,8 +167,8 @@ class Environment:
         process.stdin.close()
         return process
 
-    def tags(self, *more: str, tags: str = "toolkit,cccl", playbook: str = "deploy") -> tuple[int, float, str]:
-        """Run a playbook with tags; returns how many tasks changed, seconds, output."""
+    def tags(self, *more: str, tags: str = "toolkit,cccl", playbook: str = "deploy") -> Played:
+        """Run a playbook with tags."""
         values = {
             "sglang_server_venv": f"{self.folder}/venv",
             "sglang_server_config_dir": str(self.config),
@@ -159,7 +178,7 @@ class Environment:
             "cuda_toolkit_fix_arch_list": [ARCH],
         }
         argv = ["ansible-playbook", f"playbooks/{playbook}.yml", "-i", "localhost,", "-c", "local", "--tags", tags]
-        started = time.monotonic()
+        started, spent = time.monotonic(), children_cpu()
         done = subprocess.run(
             [*argv, "-e", json.dumps(values), "-e", f"ansible_python_interpreter={sys.executable}", *more],
             capture_output=True,
@@ -171,7 +190,7 @@ class Environment:
         recap = re.search(r"changed=(\d+) .*failed=(\d+)", done.stdout)
         if not recap or recap.group(2) != "0":
             raise RuntimeError(done.stdout + done.stderr)
-        return int(recap.group(1)), time.monotonic() - started, done.stdout
+        return Played(int(recap.group(1)), done.stdout, time.monotonic() - started, children_cpu() - spent)
 
     def build(self, script: str, home: str, *arguments: str) -> Built:
         """Build and load a kernel with a CUDA_HOME, in the environment that a unit has."""

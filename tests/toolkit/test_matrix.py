@@ -1,6 +1,7 @@
 """Toolkits 13.0 to 13.5, FlashInfer before and after it brought its own CCCL, tvm-ffi: fails before, passes after.
 
-The whole matrix is `make test-toolkit`; the part in MATRIX_FAST is in `make test`.
+The whole matrix is `make test-toolkit`; the part in MATRIX_FAST is in `make test`. The table's seconds are wall time, and
+processor time in brackets: that one is bounded, for it is what a busy machine does not stretch.
 """
 
 from __future__ import annotations
@@ -70,15 +71,15 @@ def test_fails_before_passes_after(toolkit_lab, cuda, flashinfer):
     again = env.module(probes=["link", "headers"])
     assert not again.result["changed"], again.result["diff"]
     assert again.result["proofs"] == []
-    assert again.seconds <= 3
+    assert again.cpu <= 3
     env.tags()  # its environment is the role's, which is the unit's: one proof more at most
-    changed, seconds, output = env.tags()
-    assert changed == 0, output
-    assert seconds <= 10
+    twice = env.tags()
+    assert twice.changed == 0, twice.output
+    assert twice.cpu <= 10
     rows.append(
         f"| {cuda} | {flashinfer} | {'-lcudart -lcuda' if with_cccl else 'nv/target'} | {installed:.0f} s "
         f"| {first.seconds:.1f} s | {page.seconds:.1f} s | {tvm.seconds:.1f} s "
-        f"| {again.seconds:.2f} s | {seconds:.1f} s |"
+        f"| {again.seconds:.2f} s ({again.cpu:.2f}) | {twice.seconds:.1f} s ({twice.cpu:.1f}) |"
     )
     print(rows[-1])
 

@@ -35,7 +35,7 @@ def test_skew_is_seen_named_and_repaired_beside_the_environment(toolkit_lab):
 
     refused = env.module(skew="fail")
     assert refused.result["failed"]
-    assert refused.seconds < 3  # nothing was compiled
+    assert refused.cpu < 3  # nothing was compiled
     assert codes(refused.result["problems"]) == {"skew_runtime"}
     assert f'{env.python} -m pip install "cuda-toolkit[nvcc,crt,nvvm,cccl]==13.0.*"' in refused.result["msg"]
     assert env.record()["cuda_home"] is None
@@ -50,7 +50,7 @@ def test_skew_is_seen_named_and_repaired_beside_the_environment(toolkit_lab):
     assert tvm.ok, tvm.output
     again = env.module(skew="install")
     assert not again.result["changed"]
-    assert again.seconds <= 3
+    assert again.cpu <= 3
     assert env.files() == wheels
     env.module(state="absent")
     assert not env.cuda.exists()
@@ -69,7 +69,7 @@ def test_cuda_12_wheels_are_refused_with_the_remedy(toolkit_lab, version):
     assert "neither nvcc nor cicc" in refused.result["msg"]
     assert "Install a CUDA 12.8 or 12.9 toolkit on the host" in refused.result["msg"]
     assert env.record()["cuda_home"] is None
-    assert refused.seconds < 3
+    assert refused.cpu < 3
     toolkit_lab.discard(env)
 
 
@@ -208,7 +208,7 @@ def test_a_damaged_tree_heals_and_the_tags_alone_make_and_take_back(shared):
     assert soname(str(stub)) == "libcuda.so.1"
     again = env.module()
     assert not again.result["changed"]
-    assert again.seconds <= 3
+    assert again.cpu <= 3
     for changed in (1, 0):
         assert env.tags(tags="toolkit", playbook="remove")[0] == changed
     assert not env.cuda.exists()
