@@ -1,7 +1,7 @@
 """Toolkits 13.0 to 13.5, FlashInfer before and after it brought its own CCCL, tvm-ffi: fails before, passes after.
 
-The whole matrix is `make test-toolkit`; the part in MATRIX_FAST is in `make test`. The table's seconds are wall time, and
-processor time in brackets: that one is bounded, for it is what a busy machine does not stretch.
+The whole matrix is `make test-toolkit`; the part in MATRIX_FAST is in `make test`. The table's seconds are wall time,
+and processor time in brackets: that one is bounded, for it is what a busy machine does not stretch.
 """
 
 from __future__ import annotations
