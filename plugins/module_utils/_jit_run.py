@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from ansible_collections.gpufleet.sglang.plugins.module_utils import _jit_prune as pruning
 from ansible_collections.gpufleet.sglang.plugins.module_utils import _jit_publish as publishing
 from ansible_collections.gpufleet.sglang.plugins.module_utils import _jit_sets as sets
 from ansible_collections.gpufleet.sglang.plugins.module_utils import _jit_state as kept
@@ -312,6 +313,7 @@ def _record(settings: Settings, out: Outcome, result: Mapping[str, Any]) -> None
             "model": settings.model,
             "cuda_home": settings.environment.get("CUDA_HOME", ""),
             "published": settings.publish_dir,
+            "libraries": pruning.remember(state, settings.release, result.get("libraries") or {}),
             "report": report,
             "snapshot": kept.snapshot(settings.environment),
         },
