@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import shutil
+import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -14,6 +17,7 @@ sys.path.insert(0, str(TOP / "tests/toolkit"))
 import lab  # noqa: E402
 from kernels import Kernels  # noqa: E402
 
+CUBLAS = "nvidia-cublas==13.4.1.3"  # of CUDA 13.2; FlashInfer's norm includes its headers
 PARTS = "cuda-toolkit[nvcc,crt,nvvm,cudart,cccl]==13.2.*"
 
 
@@ -28,6 +32,28 @@ def made(toolkit_lab):
     home = env.module().result["cuda_home"]
     yield env, home
     toolkit_lab.discard(env)
+
+
+@pytest.fixture(scope="session")
+def whole(made, toolkit_lab, tmp_path_factory):
+    """The environment with cuBLAS's headers, as a real one has: 0.5 MB out of a wheel of 405, fetched once."""
+    env, _home = made
+    kept = toolkit_lab.folder / "cublas-headers"
+    if not (kept / ".done").exists():
+        folder = tmp_path_factory.mktemp("cublas")
+        argv = [f"{toolkit_lab.base}/bin/python", "-m", "pip", "download", "-q", "--no-deps", "-d", str(folder), CUBLAS]
+        subprocess.run(argv, check=True)
+        (wheel,) = folder.glob("*.whl")
+        with zipfile.ZipFile(wheel) as file:
+            for name in file.namelist():
+                if "/include/" in name and not name.endswith("/"):
+                    kept.mkdir(exist_ok=True)
+                    (kept / Path(name).name).write_bytes(file.read(name))
+        wheel.unlink()
+        (kept / ".done").touch()
+    for header in kept.glob("*.h"):
+        shutil.copy2(header, env.tree / "include")
+    return env, env.module().result["cuda_home"]
 
 
 @pytest.fixture
