@@ -56,6 +56,20 @@ def test_another_environment_is_another_build(built, change):
     assert built.states(modules=["page"], environment=values, _check=True) == {"page": "would_compile"}
 
 
+def test_two_kinds_of_gpus_in_one_host(kernels):
+    """Each architecture has a folder of its own; one server's modules are no use to the other."""
+    archs = ["12.0f", "9.0a"]
+    done = kernels.warm(modules=["silu_and_mul"], arch_list=archs)
+    assert {row["name"]: row["state"] for row in done["modules"]} == {
+        "silu_and_mul": "compiled",
+        "silu_and_mul (9.0a)": "compiled",
+    }
+    for arch in archs:
+        served = kernels.serve("getter", "silu_and_mul", FLASHINFER_CUDA_ARCH_LIST=arch)
+        assert (served.rc, served.compiled) == (0, []), served.output
+    assert not kernels.warm(modules=["silu_and_mul"], arch_list=archs)["changed"]
+
+
 def test_sglang_sets_the_architecture_itself(built, tmp_path):
     (tmp_path / "sglang").mkdir()
     (tmp_path / "sglang/__init__.py").touch()
