@@ -14,6 +14,7 @@ import pwd
 import stat
 import subprocess
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,6 +39,7 @@ CODE = (
     "from ansible_collections.gpufleet.sglang.plugins.module_utils._jit_worker import main; "
     "sys.exit(main(sys.argv[1:]))"
 )
+ENDING = 30.0  # s from its result to its end, at the most
 LARGEST = 8 << 20  # bytes of a result that are read
 # A warm-up is no server: it gives way to those that run.
 # OOMPolicy: when memory ends one compiler dies, and the run goes on with fewer.
@@ -91,10 +93,19 @@ class Job:
         self.prepare()
         with (self.folder / "start.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            if self.alive():
+            if self.alive() and not self._ending():
                 return False
             self._start(request, python, environment)
         return True
+
+    def _ending(self) -> bool:
+        """Wait for one that has written its result and is about to end: its result is no answer to a new question."""
+        end = time.monotonic() + ENDING
+        while self.look().result is not None and time.monotonic() < end:
+            if not self.alive():
+                return True
+            time.sleep(0.05)
+        return False
 
     def _start(self, request: Mapping[str, Any], python: str, environment: Mapping[str, str]) -> None:
         for path in self.out.iterdir():

@@ -195,6 +195,8 @@ class Worker:
         major, minor = (int(part) for part in capability.split("."))
         if importlib.util.find_spec("sglang"):  # srt/utils/common.py, set_cuda_arch(): 12.0a even where 12.0f would do
             os.environ["FLASHINFER_CUDA_ARCH_LIST"] = f"{capability}{'a' if major >= 9 else ''}"
+        elif self.label:  # what the unit says is for the first architecture
+            os.environ["FLASHINFER_CUDA_ARCH_LIST"] = self.request["arch"]
         else:
             os.environ.setdefault("FLASHINFER_CUDA_ARCH_LIST", self.request["arch"])
         torch: Any = importlib.import_module("torch")

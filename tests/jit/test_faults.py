@@ -40,7 +40,7 @@ def test_no_ninja_no_compiler(kernels, tmp_path):
 
 @pytest.mark.skipif(not ROOT, reason="only root can mount")
 def test_full_disk_then_good(kernels):
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(kernels.cache)], check=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=200k", "tmpfs", str(kernels.cache)], check=True)
     try:
         done = kernels.warm(modules=FAST)
         assert done["failed"]

@@ -9,7 +9,7 @@ import signal
 import subprocess
 
 import pytest
-from kernels import BUILDS, Kernels
+from kernels import BUILDS
 
 CONFIGS = [
     # head_dim, heads, KV heads, KV dtype, flag of SGLang
@@ -77,16 +77,13 @@ def test_sglang_sets_the_architecture_itself(built, tmp_path):
     assert built.states(modules=["page"], environment=values, _check=True) == {"page": "would_compile"}
 
 
-def test_a_library_that_was_cut_off_kills_a_server_and_is_built_again(built, tmp_path):
-    mine = Kernels(built.env, built.home, tmp_path)
-    shutil.copytree(built.cache, mine.cache, dirs_exist_ok=True, copy_function=shutil.copy2)
-    mine.warm(modules=["page"])
-    os.truncate(mine.library("page"), 100_000)
-    assert mine.serve("getter", "page").rc == -signal.SIGBUS
-    assert mine.serve("getter", "page").rc == -signal.SIGBUS  # it never heals
-    assert mine.states(modules=["page"], _check=True) == {"page": "would_compile"}
-    assert mine.states(modules=["page"]) == {"page": "compiled"}
-    served = mine.serve("getter", "page")
+def test_a_library_that_was_cut_off_kills_a_server_and_is_built_again(built):
+    os.truncate(built.library("page"), 100_000)
+    assert built.serve("getter", "page").rc == -signal.SIGBUS
+    assert built.serve("getter", "page").rc == -signal.SIGBUS  # it never heals
+    assert built.states(modules=["page"], _check=True) == {"page": "would_compile"}
+    assert built.states(modules=["page"]) == {"page": "compiled"}
+    served = built.serve("getter", "page")
     assert (served.rc, served.compiled) == (0, [])
 
 
