@@ -104,6 +104,7 @@ class Worker:
         self.rows: list[dict[str, Any]] = []
         self.built: dict[str, list[Any]] = {}  # fingerprints by module
         self.early = False  # it was said that a server may start
+        self.prover: subprocess.Popen[str] | None = None
 
     def say(self, text: str, **more: Any) -> None:
         """Tell the journal, and whoever waits."""
@@ -271,8 +272,18 @@ class Worker:
             return
         self.early = True
         self.say(f"not built yet: {len(left)}; a server that needs one of them waits for it from now on", early=True)
+        self.start_prover()
 
     # proving
+
+    def start_prover(self) -> subprocess.Popen[str]:
+        """Start the fresh process; it imports, which takes seconds, and loads nothing before its input ends."""
+        argv = [sys.executable, *self.request["argv"], "prove"]
+        pipe = subprocess.PIPE
+        self.prover = subprocess.Popen(  # pylint: disable=ansible-bad-function
+            argv, stdin=pipe, stdout=pipe, stderr=subprocess.STDOUT, text=True
+        )
+        return self.prover
 
     def prove(self, *, fresh: bool) -> None:
         """Load every module where none was loaded before, with compiling forbidden, and look that no file changed."""
@@ -282,9 +293,9 @@ class Worker:
         with contextlib.suppress(FileNotFoundError):
             proof_file.unlink()
         if fresh:
-            argv = [sys.executable, *self.request["argv"], "prove"]
-            done = subprocess.run(argv, capture_output=True, text=True, check=False)
-            rc, said = done.returncode, done.stdout + done.stderr
+            prover = self.prover or self.start_prover()
+            said, _nothing = prover.communicate()
+            rc = prover.returncode
         else:
             pid = os.fork()
             if pid == 0:
@@ -390,6 +401,7 @@ def main(argv: Sequence[str]) -> int:
     worker = Worker(request)
     if argv[1:] == ["prove"]:
         worker.prepare()
+        sys.stdin.read()
         worker.load_all()
         return 0
     obstacles = worker.obstacles()

@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import subprocess
+import time
 
 import pytest
 from kernels import BUILDS, Kernels
@@ -164,8 +165,11 @@ def test_what_a_server_started_early_compiles_itself_is_seen(kernels):
 
 def test_a_build_that_fails_beside_a_server_names_its_error(kernels):
     early = kernels.warm(modules=["page"], start_early="sglang@0.service")
-    folder = next(kernels.cache.glob(".cache/flashinfer/*/*/cached_ops/page"))
-    (folder / "page.so").mkdir()  # the linker cannot write there
+    end = time.monotonic() + 30
+    while not (found := list(kernels.cache.glob(".cache/flashinfer/*/*/cached_ops/page/build.ninja"))):
+        assert time.monotonic() < end
+        time.sleep(0.02)
+    (found[0].parent / "page.so").mkdir()  # the linker cannot write there
     joined = kernels.warm(modules=["page"], pending=early["pending"])
     assert joined["failed"]
     assert "page could not be built" in joined["msg"]
