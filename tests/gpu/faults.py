@@ -99,9 +99,9 @@ def instance(box: Box, fault: Fault) -> dict[str, Any]:
     """Return the server as sglang_health wants it: the plan's first, changed."""
     plan = json.loads((box.root / "etc/sglang/plan.json").read_text(encoding="utf-8"))
     first = plan["instances"][0]
-    words = dict(zip(first["argv"][3::2], first["argv"][4::2]))
-    words |= {"--port": str(PORT), **fault.args}
-    argv = [*first["argv"][:3], *(word for pair in words.items() for word in pair)]
+    argv = list(first["argv"])
+    for flag, value in {"--port": str(PORT), **fault.args}.items():
+        argv[argv.index(flag) + 1] = value
     environment = {**first["environment"], **fault.environment}
     return {**first, "unit": "fault.service", "port": PORT, "argv": argv, "environment": environment}
 
