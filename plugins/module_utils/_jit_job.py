@@ -24,6 +24,7 @@ from ansible_collections.gpufleet.sglang.plugins.module_utils import (
     _finding,
     _jit_bound,
     _jit_calls,
+    _jit_children,
     _jit_worker,
     _toolkit_elf,
     _toolkit_errors,
@@ -32,7 +33,7 @@ from ansible_collections.gpufleet.sglang.plugins.module_utils._files import File
 from ansible_collections.gpufleet.sglang.plugins.module_utils._runner import Runner
 from ansible_collections.gpufleet.sglang.plugins.module_utils._systemd import SystemdError, show
 
-SHIPPED = (_finding, _jit_bound, _jit_calls, _jit_worker, _toolkit_elf, _toolkit_errors)
+SHIPPED = (_finding, _jit_bound, _jit_calls, _jit_children, _jit_worker, _toolkit_elf, _toolkit_errors)
 PACKAGE = "ansible_collections/gpufleet/sglang/plugins/module_utils"
 CODE = (
     "import sys; sys.path.insert(0, {folder!r}); "
@@ -57,6 +58,7 @@ class Look:
     alive: bool
     lines: tuple[str, ...] = ()
     result: Mapping[str, Any] | None = None
+    early: bool = False  # a server may start: it would only wait for what is being built
 
 
 class Job:
@@ -177,16 +179,18 @@ class Job:
     def look(self, seen: int = 0) -> Look:
         """Return the lines after the first ones, and the result once it is there."""
         alive = self.alive()  # before the result: one that ends in between has written it
-        lines = []
-        for text in _read(self.out / _jit_worker.PROGRESS).splitlines()[seen:]:
+        lines, early = [], False
+        for at, text in enumerate(_read(self.out / _jit_worker.PROGRESS).splitlines()):
             with contextlib.suppress(ValueError, KeyError, TypeError):
-                lines.append(str(json.loads(text)["text"]))
+                said = json.loads(text)
+                early = early or said.get("early") is True
+                lines += [str(said["text"])] if at >= seen else []
         result = None
         with contextlib.suppress(ValueError):
             found = json.loads(_read(self.out / _jit_worker.RESULT) or "null")
             if isinstance(found, dict) and found.get("id") == self.request().get("id"):
                 result = found
-        return Look(alive, tuple(lines), result)
+        return Look(alive, tuple(lines), result, early)
 
     def last_words(self) -> str:
         """Return the end of what it said, for one that died without a result."""

@@ -10,7 +10,6 @@ process loads every module with compiling forbidden, and no library may have cha
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import fcntl
 import functools
 import hashlib
@@ -20,7 +19,6 @@ import json
 import os
 import pwd
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -32,12 +30,14 @@ from typing import Any
 from ansible_collections.gpufleet.sglang.plugins.module_utils import _jit_bound as bound
 from ansible_collections.gpufleet.sglang.plugins.module_utils import _jit_calls as calls
 from ansible_collections.gpufleet.sglang.plugins.module_utils._finding import Finding
+from ansible_collections.gpufleet.sglang.plugins.module_utils._jit_children import Children, run
 from ansible_collections.gpufleet.sglang.plugins.module_utils._toolkit_errors import recognise
 
 LOCK = ".gpufleet-jit.lock"
 RESULT, PROGRESS = "result.json", "progress.jsonl"
+SECONDS = {"sampling": 104, "_sm90": 95, "batch_prefill": 53, "norm": 50, "batch_decode": 40}  # H200 host, 16 cores
+LONG = 90
 KILLED = ("signal 9", "Killed", "terminated by signal")
-TEXT = 16_000  # of a failed build's output: enough to say what it was
 FIRST_ERROR = ("error", "fatal", "cannot find", "not found", "No such file", "No space", "denied", "Killed")
 
 
@@ -46,6 +46,18 @@ def workers_for(modules: int, cores: int, available: int, per_worker: int, wish:
     room = max(1, available // max(1, per_worker))
     workers = max(1, min(modules, wish or min(cores, room)))
     return workers, max(1, min(cores, room // workers))
+
+
+def weight(module: calls.Module) -> int:
+    """Return about how many seconds a module takes on a large machine: the longest are begun first."""
+    if module.spec is None:
+        return 20
+    return next((seconds for word, seconds in SECONDS.items() if word in module.name), 30)
+
+
+def niceness(module: calls.Module) -> int:
+    """Return by how much a module gives way: to those that end last, and to those that a server cannot wait for."""
+    return 0 if module.spec is None or weight(module) >= LONG else 5
 
 
 def first_error(text: str) -> str:
@@ -102,7 +114,9 @@ class Worker:
         self.parts: list[dict[str, Any]] = []
         self.limit = float(request.get("module_timeout", 0))
         self.rows: list[dict[str, Any]] = []
-        self.libraries: dict[str, str] = {}  # path by module
+        self.built: dict[str, list[Any]] = {}  # fingerprints by module
+        self.early = False  # it was said that a server may start
+        self.prover: subprocess.Popen[str] | None = None
 
     def say(self, text: str, **more: Any) -> None:
         """Tell the journal, and whoever waits."""
@@ -230,7 +244,7 @@ class Worker:
                     self.rows += [{**_row(item, "failed"), **_fault(lacks[0])} for item in todo]
                     self.finish(problems=[item.to_dict() for item in lacks])
                     return
-                self.build(todo)
+                self.build(sorted(todo, key=weight, reverse=True))
             self.prove(fresh=bool(todo))
 
     @contextlib.contextmanager
@@ -261,35 +275,31 @@ class Worker:
     ) -> list[calls.Module]:
         """Fork a child per module; returns those that were killed."""
         queue, total = list(todo), len(todo) + done
-        running: dict[int, tuple[calls.Module, float, int]] = {}
-        killed = []
-        while queue or running:
-            while queue and len(running) < workers:
+        children = Children()
+        killed: list[calls.Module] = []
+        while queue or children.running:
+            while queue and len(children.running) < workers:
                 module = queue.pop(0)
-                reader, writer = os.pipe()
-                began = time.monotonic()
-                pid = os.fork()
-                if pid == 0:
-                    os.close(reader)
-                    _child(functools.partial(bound.within, self.limit, _build, module), jobs, writer)
-                os.close(writer)
-                running[pid] = (module, began, reader)
-            pid, status = os.wait()
-            if pid not in running:
+                work = functools.partial(bound.within, self.limit, _build, module)
+                children.start(module, work, jobs, niceness(module))
+            self.announce(queue, children, calm=not killed and not last)
+            ended = children.wait()
+            if ended is None:
                 continue
-            module, began, reader = running.pop(pid)
-            text = _drain(reader)
-            seconds = round(time.monotonic() - began, 1)
-            died = os.WIFSIGNALED(status)
+            module, text, seconds = ended.item, ended.text, ended.seconds
+            died = os.WIFSIGNALED(ended.status)
             if (died or any(word in text for word in KILLED)) and not last:
                 killed.append(module)
                 continue
             done += 1
-            if status == 0:
-                self.rows.append({**_row(module, "compiled"), "seconds": seconds})
+            if ended.status == 0:
+                if os.path.exists(module.library):
+                    self.built[module.name] = fingerprint(module.library)
+                again = {"again": True} if last else {}
+                self.rows.append({**_row(module, "compiled"), "seconds": seconds, **again})
                 self.say(f"module {done} of {total}: {module.name} built in {seconds} s", done=done, total=total)
                 continue
-            text = text or f"the build was killed by signal {os.WTERMSIG(status) if died else '?'}"
+            text = text or f"the build was killed by signal {os.WTERMSIG(ended.status) if died else '?'}"
             cause = why(text)
             if any(word in text for word in (*KILLED, "killed by signal")):
                 cause.update(code="compiler_killed", remedy="Free memory, or lower sglang_server_jit_workers")
@@ -298,7 +308,30 @@ class Worker:
             journal(text)
         return killed
 
+    def announce(self, queue: Sequence[calls.Module], children: Children, *, calm: bool) -> None:
+        """Say once that a server may start: each module that is left has a builder that holds the module's own lock.
+
+        FlashInfer's getter takes the same lock before it looks what there is to do, so it waits, and then loads.
+        SGLang's own kernels have no such lock; they are there by then.
+        """
+        left = list(children.running.values())
+        whole = calm and not any(row["state"] == "failed" for row in self.rows)
+        if self.early or queue or not left or not whole or not all(child.held for child in left):
+            return
+        self.early = True
+        self.say(f"not built yet: {len(left)}; a server that needs one of them waits for it from now on", early=True)
+        self.start_prover()
+
     # proving
+
+    def start_prover(self) -> subprocess.Popen[str]:
+        """Start the fresh process; it imports, which takes seconds, and loads nothing before its input ends."""
+        argv = [sys.executable, *self.request["argv"], "prove"]
+        pipe = subprocess.PIPE
+        self.prover = subprocess.Popen(  # pylint: disable=ansible-bad-function
+            argv, stdin=pipe, stdout=pipe, stderr=subprocess.STDOUT, text=True
+        )
+        return self.prover
 
     def prove(self, *, fresh: bool) -> None:
         """Load every module where none was loaded before, with compiling forbidden, and look that no file changed."""
@@ -308,16 +341,13 @@ class Worker:
         with contextlib.suppress(FileNotFoundError):
             proof_file.unlink()
         if fresh:
-            argv = [sys.executable, *self.request["argv"], "prove"]
-            # run by the engine's Python, where there is no Ansible and no run_command
-            done = subprocess.run(  # pylint: disable=ansible-bad-function
-                argv, capture_output=True, text=True, check=False
-            )
-            rc, said = done.returncode, done.stdout + done.stderr
+            prover = self.prover or self.start_prover()
+            said, _nothing = prover.communicate()
+            rc = prover.returncode
         else:
             pid = os.fork()
             if pid == 0:
-                _child(self.load_all, 1, os.open(os.devnull, os.O_WRONLY))
+                run(self.load_all, 1, os.open(os.devnull, os.O_WRONLY))
             rc, said = os.waitpid(pid, 0)[1], ""
         try:
             proof = json.loads(proof_file.read_text(encoding="utf-8"))
@@ -328,6 +358,9 @@ class Worker:
             bad.setdefault(proof.get("loading") or "the loading process", f"died (status {rc}): {first_error(said)}")
         missing = [] if rc else [name for name in proof.get("missing", []) if name not in failed]
         bad.update(dict.fromkeys(missing, "a server would compile it again"))
+        for name, (_path, *now) in proof["loaded"].items():
+            if self.built.get(name, now) != now:
+                bad.setdefault(name, "it was compiled once more, by a server perhaps, after it had been built here")
         for name, text in bad.items():
             row = next((item for item in self.rows if item["name"] == name), None)
             fault = {"state": "failed", "error": text, "code": "not_proven", "remedy": "Run it again; see the journal"}
@@ -388,12 +421,12 @@ def _no_write(folder: str, user: str, exc: OSError) -> Finding:
     return Finding("cache_readonly", text, f"Mount it writable, or chown {user} {folder}")
 
 
-def _build(module: calls.Module) -> None:
+def _build(module: calls.Module, held: Callable[[], None]) -> None:
     if module.spec is None:
         calls.sglang_build(module)
         return
     _wait_for_orphans(str(module.spec.build_dir) if hasattr(module.spec, "build_dir") else "")
-    calls.flashinfer_build(module)
+    calls.flashinfer_build(module, held)
 
 
 def _wait_for_orphans(folder: str, limit: float = 300.0) -> None:
@@ -410,34 +443,13 @@ def _cwd(process: Path) -> str:
         return ""
 
 
-def _child(work: Callable[[], None], jobs: int, writer: int) -> None:
-    """Do the work in a forked child, which ends here; what went wrong goes to the pipe."""
-    code = 1
-    try:
-        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: not to outlive the run
-        os.environ["MAX_JOBS"] = str(jobs)
-        work()
-        code = 0
-    except BaseException as exc:
-        text = f"{exc}" or traceback.format_exc()
-        lines = [line for line in text.splitlines() if "-isystem" not in line or len(line) < 400]
-        with contextlib.suppress(OSError):
-            os.write(writer, "\n".join(lines)[:TEXT].encode())
-    finally:
-        os._exit(code)
-
-
-def _drain(reader: int) -> str:
-    with os.fdopen(reader, "rb") as file:
-        return file.read().decode("utf-8", errors="replace")
-
-
 def main(argv: Sequence[str]) -> int:
     """Read the request; an exception becomes a result that names its cause."""
     request = json.loads(Path(argv[0]).read_text(encoding="utf-8"))
     worker = Worker(request)
     if argv[1:] == ["prove"]:
         worker.prepare()
+        sys.stdin.read()
         worker.load_all()
         return 0
     obstacles = worker.obstacles()

@@ -126,6 +126,18 @@ options:
     description: With O(state=pruned), folder of the releases. O(release) is kept too, wherever it is.
     type: path
     default: /opt/sglang/releases
+  start_early:
+    description:
+      - Unit of a server that is started while the last modules are being built; empty for none.
+      - The module returns with RV(pending) as soon as every module that is left has a builder that holds FlashInfer's
+        own lock of it. A server that needs one waits at that lock and then loads. SGLang's own are done by then.
+      - While that unit runs it waits for the end all the same, so that what serves is not stopped early.
+    type: str
+    default: ''
+  pending:
+    description: What an earlier call returned as RV(pending); waits for the end of that warm-up.
+    type: dict
+    default: {}
   strict:
     description: With O(state=learned), whether to fail when a server compiled something.
     type: bool
@@ -218,6 +230,10 @@ report:
   description: What the last run came to, as C(jit.json) has it.
   returned: state is reported
   type: dict
+pending:
+  description: The warm-up goes on, and the server may be started; to be handed to the call that waits for its end.
+  returned: when O(start_early) is set and modules are still being built
+  type: dict
 progress:
   description: What the worker said, a line for each module; the action plugin prints it.
   returned: by the module itself
@@ -273,6 +289,8 @@ ARGUMENTS = {
     "module_timeout": {"type": "int", "default": 1800},
     "publish_dir": {"type": "str", "default": ""},
     "releases_dir": {"type": "path", "default": "/opt/sglang/releases"},
+    "start_early": {"type": "str", "default": ""},
+    "pending": {"type": "dict", "default": {}},
     "strict": {"type": "bool", "default": False},
     "required": {"type": "bool", "default": True},
     "slice_seconds": {"type": "float"},
@@ -300,6 +318,7 @@ def settings_of(params: dict[str, Any]) -> Settings:
         memory_mib=params["worker_memory_mib"],
         module_timeout=params["module_timeout"],
         publish_dir=params["publish_dir"].rstrip("/"),
+        start_early=params["start_early"],
     )
 
 
@@ -313,7 +332,9 @@ def result_of(out: Outcome) -> dict[str, Any]:
         "lines": out.lines,
         "progress": out.progress,
     }
-    return {**result, "watch_state": out.watch} if out.watch is not None else result
+    if out.watch is not None:
+        result["pending" if out.pending else "watch_state"] = out.watch
+    return result
 
 
 def main() -> None:
@@ -344,7 +365,7 @@ def main() -> None:
             SubprocessRunner(),
             check=module.check_mode,
             seconds=params["slice_seconds"],
-            watch=params["watch_state"],
+            watch=params["watch_state"] or params["pending"],
         )
     except (JobError, FileError, OSError, ValueError) as exc:
         module.fail_json(msg=f"{host}: {exc}")

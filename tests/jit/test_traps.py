@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import subprocess
+import time
 
 import pytest
 from kernels import BUILDS
@@ -144,3 +145,42 @@ def test_published_modules_need_no_compiler_and_no_cache(built, tmp_path):
     missing = built.serve("getter", "rope", **serving)
     assert missing.rc != 0
     assert "MissingJITCacheError" in missing.output
+
+
+def test_a_server_started_early_waits_at_the_lock_and_compiles_nothing(kernels):
+    names = ["silu_and_mul", "page"]
+    early = kernels.warm(modules=names, workers=2, start_early="sglang@0.service")
+    assert early["pending"], early
+    assert not kernels.stamps()  # nothing is built yet: the server below comes in the middle
+    served = kernels.serve("getter", *names)
+    assert served.rc == 0, served.output
+    assert max(served.seconds.values()) > 2
+    joined = kernels.warm(modules=names, workers=2, pending=early["pending"])
+    assert not joined.get("failed"), joined
+    assert joined["counts"]["compiled"] == 2
+    for name in names:  # each file was made once
+        log = (kernels.library(name).parent / ".ninja_log").read_text().splitlines()[1:]
+        made = [line.split("\t")[3] for line in log]
+        assert len(made) == len(set(made)), log
+    assert kernels.warm(state="learned")["learned"] == []
+    print(f"waited {served.seconds}, whole {early['took']:.1f} s + {joined['took']:.1f} s")
+
+
+def test_what_a_server_started_early_compiles_itself_is_seen(kernels):
+    early = kernels.warm(modules=["page"], start_early="sglang@0.service")
+    assert early["pending"], early
+    assert kernels.serve("getter", "silu_and_mul").rc == 0
+    assert not kernels.warm(modules=["page"], pending=early["pending"]).get("failed")
+    assert kernels.warm(state="learned")["learned"] == ["silu_and_mul"]
+
+
+def test_a_build_that_fails_beside_a_server_names_its_error(kernels):
+    early = kernels.warm(modules=["page"], start_early="sglang@0.service")
+    end = time.monotonic() + 30
+    while not (found := list(kernels.cache.glob(".cache/flashinfer/*/*/cached_ops/page/build.ninja"))):
+        assert time.monotonic() < end
+        time.sleep(0.02)
+    (found[0].parent / "page.so").mkdir()  # the linker cannot write there
+    joined = kernels.warm(modules=["page"], pending=early["pending"])
+    assert joined["failed"]
+    assert "page could not be built" in joined["msg"]
