@@ -17,8 +17,6 @@ import importlib
 import importlib.util
 import json
 import os
-import pwd
-import shutil
 import subprocess
 import sys
 import time
@@ -29,6 +27,7 @@ from typing import Any
 
 from ansible_collections.gpufleet.sglang.plugins.module_utils import _jit_bound as bound
 from ansible_collections.gpufleet.sglang.plugins.module_utils import _jit_calls as calls
+from ansible_collections.gpufleet.sglang.plugins.module_utils import _jit_checks as checks
 from ansible_collections.gpufleet.sglang.plugins.module_utils._finding import Finding
 from ansible_collections.gpufleet.sglang.plugins.module_utils._jit_children import Children, run
 from ansible_collections.gpufleet.sglang.plugins.module_utils._toolkit_errors import recognise
@@ -163,46 +162,6 @@ class Worker:
         told["libraries"] = {f"{name} ({label})": item for name, item in told.get("libraries", {}).items()}
         self.parts.append(told)
 
-    # before anything is imported
-
-    def obstacles(self) -> list[Finding]:
-        """Return what would make every build fail, or the import itself."""
-        found = []
-        user = pwd.getpwuid(os.geteuid()).pw_name
-        bad: list[str] = []
-        for folder in self.request["cache_dirs"]:
-            if any(folder.startswith(f"{outer}/") for outer in bad):
-                continue  # said already
-            probe = f"{folder}/.gpufleet-jit.{os.getpid()}"
-            try:
-                os.makedirs(folder, exist_ok=True)
-                with open(probe, "wb") as file:
-                    file.write(b"\0" * 65536)
-            except OSError as exc:
-                found.append(_no_write(folder, user, exc))
-                bad.append(folder)
-            finally:
-                with contextlib.suppress(OSError):
-                    os.unlink(probe)
-        return found
-
-    def tools(self) -> list[Finding]:
-        """Return which tools building needs and lacks."""
-        found = []
-        path = os.environ.get("PATH", "")
-        if not shutil.which("ninja"):
-            text = f"ninja is not on the unit's PATH ({path})"
-            found.append(Finding("ninja_missing", text, f"Install it: {sys.executable} -m pip install ninja"))
-        home = os.environ.get("CUDA_HOME", "")
-        nvcc = f"{home}/bin/nvcc" if home else shutil.which("nvcc") or ""
-        if not nvcc or not os.access(nvcc, os.X_OK):
-            text = f"there is no compiler at {nvcc}" if nvcc else "CUDA_HOME is not set and no nvcc is on PATH"
-            found.append(Finding("nvcc_missing", text, "Run the deploy with --tags toolkit,cccl"))
-        compiler = os.environ.get("CXX") or "c++"
-        if not shutil.which(compiler):
-            found.append(Finding("cxx_missing", f"{compiler} is not on the unit's PATH", "Install g++, or correct CXX"))
-        return found
-
     def prepare(self) -> None:
         """Import once, as a server does: SGLang sets FlashInfer's architectures itself, whatever the unit says."""
         capability = self.request["capability"]
@@ -239,7 +198,7 @@ class Worker:
                 self.finish()
                 return
             if todo:
-                lacks = self.tools()
+                lacks = checks.tools()
                 if lacks:
                     self.rows += [{**_row(item, "failed"), **_fault(lacks[0])} for item in todo]
                     self.finish(problems=[item.to_dict() for item in lacks])
@@ -412,15 +371,6 @@ def _fault(finding: Finding) -> dict[str, str]:
     return {"error": finding.message, "code": finding.code, "remedy": finding.remedy}
 
 
-def _no_write(folder: str, user: str, exc: OSError) -> Finding:
-    text = f"the kernel cache {folder} cannot be written to by {user}: {exc.strerror}"
-    with contextlib.suppress(OSError, KeyError):
-        text += f" (it belongs to {pwd.getpwuid(os.stat(folder).st_uid).pw_name})"
-    if exc.errno == 28:
-        return Finding("no_space", text, "Free space on that file system")
-    return Finding("cache_readonly", text, f"Mount it writable, or chown {user} {folder}")
-
-
 def _build(module: calls.Module, held: Callable[[], None]) -> None:
     if module.spec is None:
         calls.sglang_build(module)
@@ -452,7 +402,7 @@ def main(argv: Sequence[str]) -> int:
         sys.stdin.read()
         worker.load_all()
         return 0
-    obstacles = worker.obstacles()
+    obstacles = checks.obstacles(request["cache_dirs"])
     if obstacles:
         worker.finish(problems=[item.to_dict() for item in obstacles])
         return 1

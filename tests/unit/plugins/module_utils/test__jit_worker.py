@@ -13,6 +13,7 @@ import time
 
 import pytest
 from ansible_collections.gpufleet.sglang.plugins.module_utils import _jit_calls as calls
+from ansible_collections.gpufleet.sglang.plugins.module_utils import _jit_checks as checks
 from ansible_collections.gpufleet.sglang.plugins.module_utils import _jit_worker as worker
 from ansible_collections.gpufleet.sglang.plugins.module_utils._toolkit_elf import broken
 
@@ -215,7 +216,7 @@ def test_the_longest_are_begun_first_and_the_rest_gives_way():
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
 def test_a_cache_of_somebody_else_is_named(tmp_path):
     tmp_path.chmod(0o555)
-    (found,) = make(tmp_path).obstacles()
+    (found,) = checks.obstacles([str(tmp_path)])
     assert found.code == "cache_readonly"
     assert str(tmp_path) in found.message
 
@@ -223,7 +224,7 @@ def test_a_cache_of_somebody_else_is_named(tmp_path):
 def test_missing_tools_are_all_named(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("CUDA_HOME", "/nonexistent")
-    assert [item.code for item in make(tmp_path).tools()] == ["ninja_missing", "nvcc_missing", "cxx_missing"]
+    assert [item.code for item in checks.tools()] == ["ninja_missing", "nvcc_missing", "cxx_missing"]
 
 
 GETTER = """
