@@ -17,7 +17,7 @@ sys.path.insert(0, str(TOP / "tests/toolkit"))
 import lab  # noqa: E402
 from kernels import Kernels  # noqa: E402
 
-CUBLAS = "nvidia-cublas==13.4.1.3"  # of CUDA 13.2; FlashInfer's norm includes its headers
+LIBRARIES = "cuda-toolkit[cublas,curand]==13.2.*"  # FlashInfer's norm includes their headers
 PARTS = "cuda-toolkit[nvcc,crt,nvvm,cudart,cccl]==13.2.*"
 
 
@@ -36,20 +36,20 @@ def made(toolkit_lab):
 
 @pytest.fixture(scope="session")
 def whole(made, toolkit_lab, tmp_path_factory):
-    """The environment with cuBLAS's headers, as a real one has: 0.5 MB out of a wheel of 405, fetched once."""
+    """The environment with all headers, as a real one has: 2 MB out of wheels of 520, fetched once."""
     env, _home = made
-    kept = toolkit_lab.folder / "cublas-headers"
+    kept = toolkit_lab.folder / "library-headers"
     if not (kept / ".done").exists():
-        folder = tmp_path_factory.mktemp("cublas")
-        argv = [f"{toolkit_lab.base}/bin/python", "-m", "pip", "download", "-q", "--no-deps", "-d", str(folder), CUBLAS]
+        folder = tmp_path_factory.mktemp("wheels")
+        argv = [f"{toolkit_lab.base}/bin/python", "-m", "pip", "download", "-q", "-d", str(folder), LIBRARIES]
         subprocess.run(argv, check=True)
-        (wheel,) = folder.glob("*.whl")
-        with zipfile.ZipFile(wheel) as file:
-            for name in file.namelist():
-                if "/include/" in name and not name.endswith("/"):
-                    kept.mkdir(exist_ok=True)
-                    (kept / Path(name).name).write_bytes(file.read(name))
-        wheel.unlink()
+        kept.mkdir(exist_ok=True)
+        for wheel in folder.glob("nvidia_cu[br]*.whl"):
+            with zipfile.ZipFile(wheel) as file:
+                for name in file.namelist():
+                    if "/include/" in name and name.endswith(".h"):
+                        (kept / Path(name).name).write_bytes(file.read(name))
+        shutil.rmtree(folder)
         (kept / ".done").touch()
     for header in kept.glob("*.h"):
         shutil.copy2(header, env.tree / "include")
@@ -59,7 +59,9 @@ def whole(made, toolkit_lab, tmp_path_factory):
 @pytest.fixture
 def kernels(made, tmp_path):
     """A deploy's folders of one test's own, in the session's environment."""
-    return Kernels(*made, tmp_path)
+    found = Kernels(*made, tmp_path)
+    yield found
+    shutil.rmtree(found.job().folder, ignore_errors=True)
 
 
 @pytest.fixture(scope="session")
