@@ -35,9 +35,9 @@ def made(toolkit_lab):
 
 
 @pytest.fixture(scope="session")
-def whole(made, toolkit_lab, tmp_path_factory):
+def whole(toolkit_lab, tmp_path_factory):
     """The environment with all headers, as a real one has: 2 MB out of wheels of 520, fetched once."""
-    env, _home = made
+    env = toolkit_lab.environment("jit-whole", PARTS, flashinfer="0.7.2.post1")
     kept = toolkit_lab.folder / "library-headers"
     if not (kept / ".done").exists():
         folder = tmp_path_factory.mktemp("wheels")
@@ -53,7 +53,8 @@ def whole(made, toolkit_lab, tmp_path_factory):
         (kept / ".done").touch()
     for header in kept.glob("*.h"):
         shutil.copy2(header, env.tree / "include")
-    return env, env.module().result["cuda_home"]
+    yield env, env.module().result["cuda_home"]
+    toolkit_lab.discard(env)
 
 
 @pytest.fixture
