@@ -17,7 +17,7 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -163,20 +163,23 @@ def flashinfer_state(spec: Any) -> str:
     return READY if done.returncode == 0 and "no work to do" in done.stdout else STALE
 
 
-def flashinfer_build(module: Module) -> None:
-    """Build one module as build_and_load() does, without loading it."""
+def flashinfer_build(module: Module, held: Callable[[], None]) -> None:
+    """Build one module as build_and_load() does and under its lock, without loading it; says when it has the lock."""
     spec, library = module.spec, Path(module.library)
     if not hasattr(spec, "write_ninja"):
         spec.build_and_load()
         return
-    if library.exists() and broken(str(library)):
-        library.unlink()  # ninja never looks into it, and each load would die of SIGBUS
-    if spec.ninja_path.exists():  # FlashInfer <= 0.6.10 keeps a build file that names another CUDA_HOME or venv
-        spec.write_ninja()
-    spec.build(False, need_lock=True)
-    if broken(str(library)):
-        library.unlink(missing_ok=True)  # the disk was full while it was linked
-        spec.build(False, need_lock=True)
+    core: Any = importlib.import_module("flashinfer.jit.core")
+    with core.FileLock(spec.lock_path, thread_local=False):
+        held()
+        if library.exists() and broken(str(library)):
+            library.unlink()  # ninja never looks into it, and each load would die of SIGBUS
+        if spec.ninja_path.exists():  # FlashInfer <= 0.6.10 keeps a build file that names another CUDA_HOME or venv
+            spec.write_ninja()
+        spec.build(False, need_lock=False)
+        if broken(str(library)):
+            library.unlink(missing_ok=True)  # the disk was full while it was linked
+            spec.build(False, need_lock=False)
 
 
 # SGLang's own

@@ -14,6 +14,7 @@ import pwd
 import stat
 import subprocess
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,8 @@ from ansible_collections.gpufleet.sglang.plugins.module_utils import (
     _finding,
     _jit_bound,
     _jit_calls,
+    _jit_checks,
+    _jit_children,
     _jit_worker,
     _toolkit_elf,
     _toolkit_errors,
@@ -31,13 +34,14 @@ from ansible_collections.gpufleet.sglang.plugins.module_utils._files import File
 from ansible_collections.gpufleet.sglang.plugins.module_utils._runner import Runner
 from ansible_collections.gpufleet.sglang.plugins.module_utils._systemd import SystemdError, show
 
-SHIPPED = (_finding, _jit_bound, _jit_calls, _jit_worker, _toolkit_elf, _toolkit_errors)
+SHIPPED = (_finding, _jit_bound, _jit_calls, _jit_checks, _jit_children, _jit_worker, _toolkit_elf, _toolkit_errors)
 PACKAGE = "ansible_collections/gpufleet/sglang/plugins/module_utils"
 CODE = (
     "import sys; sys.path.insert(0, {folder!r}); "
     "from ansible_collections.gpufleet.sglang.plugins.module_utils._jit_worker import main; "
     "sys.exit(main(sys.argv[1:]))"
 )
+ENDING = 30.0  # s from its result to its end, at the most
 LARGEST = 8 << 20  # bytes of a result that are read
 # A warm-up is no server: it gives way to those that run.
 # OOMPolicy: when memory ends one compiler dies, and the run goes on with fewer.
@@ -55,6 +59,7 @@ class Look:
     alive: bool
     lines: tuple[str, ...] = ()
     result: Mapping[str, Any] | None = None
+    early: bool = False  # a server may start: it would only wait for what is being built
 
 
 class Job:
@@ -91,10 +96,19 @@ class Job:
         self.prepare()
         with (self.folder / "start.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            if self.alive():
+            if self.alive() and not self._ending():
                 return False
             self._start(request, python, environment)
         return True
+
+    def _ending(self) -> bool:
+        """Wait for one that has written its result and is about to end: its result is no answer to a new question."""
+        end = time.monotonic() + ENDING
+        while self.look().result is not None and time.monotonic() < end:
+            if not self.alive():
+                return True
+            time.sleep(0.05)
+        return False
 
     def _start(self, request: Mapping[str, Any], python: str, environment: Mapping[str, str]) -> None:
         for path in self.out.iterdir():
@@ -166,16 +180,18 @@ class Job:
     def look(self, seen: int = 0) -> Look:
         """Return the lines after the first ones, and the result once it is there."""
         alive = self.alive()  # before the result: one that ends in between has written it
-        lines = []
-        for text in _read(self.out / _jit_worker.PROGRESS).splitlines()[seen:]:
+        lines, early = [], False
+        for at, text in enumerate(_read(self.out / _jit_worker.PROGRESS).splitlines()):
             with contextlib.suppress(ValueError, KeyError, TypeError):
-                lines.append(str(json.loads(text)["text"]))
+                said = json.loads(text)
+                early = early or said.get("early") is True
+                lines += [str(said["text"])] if at >= seen else []
         result = None
         with contextlib.suppress(ValueError):
             found = json.loads(_read(self.out / _jit_worker.RESULT) or "null")
             if isinstance(found, dict) and found.get("id") == self.request().get("id"):
                 result = found
-        return Look(alive, tuple(lines), result)
+        return Look(alive, tuple(lines), result, early)
 
     def last_words(self) -> str:
         """Return the end of what it said, for one that died without a result."""

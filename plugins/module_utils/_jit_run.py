@@ -9,16 +9,18 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
+from ansible_collections.gpufleet.sglang.plugins.module_utils import _jit_prune as pruning
 from ansible_collections.gpufleet.sglang.plugins.module_utils import _jit_publish as publishing
 from ansible_collections.gpufleet.sglang.plugins.module_utils import _jit_sets as sets
 from ansible_collections.gpufleet.sglang.plugins.module_utils import _jit_state as kept
 from ansible_collections.gpufleet.sglang.plugins.module_utils._finding import WARNING, Finding
 from ansible_collections.gpufleet.sglang.plugins.module_utils._jit_job import Job, Look
 from ansible_collections.gpufleet.sglang.plugins.module_utils._runner import Runner
+from ansible_collections.gpufleet.sglang.plugins.module_utils._systemd import SystemdError, show
 from ansible_collections.gpufleet.sglang.plugins.module_utils._toolkit_host import archs_of
 from ansible_collections.gpufleet.sglang.plugins.module_utils._toolkit_state import load as load_toolkit
 
@@ -70,6 +72,7 @@ class Settings:
     memory_mib: int = 1126
     module_timeout: int = 1800
     publish_dir: str = ""
+    start_early: str = ""  # the unit that is started while the last modules are being built
 
     @property
     def building(self) -> dict[str, str]:
@@ -90,6 +93,7 @@ class Outcome:
     lines: list[str] = field(default_factory=list)
     progress: list[str] = field(default_factory=list)
     watch: dict[str, Any] | None = None  # not done yet
+    pending: bool = False  # the servers may start already
     published: bool = False
     learned: list[str] = field(default_factory=list)
 
@@ -153,6 +157,8 @@ def run(
 ) -> Outcome:
     """Start or join the warm-up, and wait for its end or the slice's. Raises JobError."""
     job = job or Job(runner, settings.cache_dir, settings.user)
+    if settings.start_early and _runs(runner, settings.start_early):
+        settings = replace(settings, start_early="")  # what serves is not stopped before all is built
     watch = dict(watch or {})
     end = None if seconds is None else clock() + seconds
     state = kept.load(settings.config_dir)
@@ -188,8 +194,12 @@ def run(
             watch["seen"] = int(watch["seen"]) + len(seen.lines)
             if seen.result is not None:
                 return _finish(settings, out, seen.result, check)
+            if seen.alive and seen.early and settings.start_early and not check:
+                _put_off(settings, str(job.request().get("id", "")))
+                out.watch, out.pending = {**watch, "early": True}, True
+                return out
             if not seen.alive:
-                if int(watch["starts"]) > 1:
+                if int(watch["starts"]) > 1 or watch.get("early"):
                     return Outcome(progress=out.progress, problems=[_died(job.last_words())], lines=lines)
                 out.progress.append("the warm-up died without a word: started once more")
                 watch = {"starts": watch["starts"]}
@@ -204,7 +214,7 @@ def learn(settings: Settings, *, check: bool = False) -> Outcome:
     """Compare the caches with what they held after the warm-up: what servers compiled goes into the manifest."""
     state = kept.load(settings.config_dir)
     out = Outcome()
-    if "snapshot" not in state or _key(settings) != state.get("of"):
+    if "snapshot" not in state or "pending" in state or _key(settings) != state.get("of"):
         out.lines.append("no warm-up for this model and release was recorded: nothing to compare with")
         return out
     now = kept.snapshot(settings.environment)
@@ -221,7 +231,7 @@ def learn(settings: Settings, *, check: bool = False) -> Outcome:
 
 def _catch_up(settings: Settings, state: dict[str, Any]) -> dict[str, Any]:
     """Learn what servers compiled since the last look, at their first odd request perhaps."""
-    if "snapshot" not in state or _key(settings) != state.get("of"):
+    if "snapshot" not in state or "pending" in state or _key(settings) != state.get("of"):
         return state
     now = kept.snapshot(settings.environment)
     names = kept.compiled(state["snapshot"], now)
@@ -229,6 +239,29 @@ def _catch_up(settings: Settings, state: dict[str, Any]) -> dict[str, Any]:
         state = {**kept.teach(state, settings.model, settings.release, names), "snapshot": now}
         kept.save(settings.config_dir, state)
     return state
+
+
+def _runs(runner: Runner, unit: str) -> bool:
+    try:
+        return show(runner, [unit])[unit].running
+    except SystemdError:
+        return False
+
+
+def _put_off(settings: Settings, request: str) -> None:
+    """Note what the caches hold before a server starts: what is there later and not the warm-up's is the server's."""
+    state = kept.load(settings.config_dir)
+    now = {"of": _key(settings), "snapshot": kept.snapshot(settings.environment), "pending": request}
+    kept.save(settings.config_dir, {**state, **now})
+
+
+def _snapshot(settings: Settings, state: Mapping[str, Any], out: Outcome, result: Mapping[str, Any]) -> kept.Snapshot:
+    if not result.get("id") or state.get("pending") != result["id"]:
+        return kept.snapshot(settings.environment)
+    # Killed and built again: a server may have had the lock in between, so it counts as the server's.
+    theirs = {row["name"] for row in out.rows if row.get("again")}
+    libraries = (result.get("libraries") or {}).items()
+    return {**state["snapshot"], **{path: stamp[:3] for name, (path, *stamp) in libraries if name not in theirs}}
 
 
 def _key(settings: Settings) -> str:
@@ -264,7 +297,7 @@ def _config(model: str) -> Mapping[str, Any] | None:
 
 def _died(words: str) -> Finding:
     last = words.splitlines()[-1] if words else "no output"
-    text = f"the warm-up died twice without a result; its last words: {last}"
+    text = f"the warm-up died without a result; its last words: {last}"
     return Finding("warm_up_died", text, "See its journal")
 
 
@@ -303,6 +336,8 @@ def _record(settings: Settings, out: Outcome, result: Mapping[str, Any]) -> None
     report["problems"] = [item.to_dict() for item in out.problems]
     if not out.changed and not out.problems and state.get("report"):
         report = state["report"]  # nothing new: the seconds of the run that built them stay
+    snapshot = _snapshot(settings, state, out, result)
+    state.pop("pending", None)
     kept.save(
         settings.config_dir,
         {
@@ -312,8 +347,9 @@ def _record(settings: Settings, out: Outcome, result: Mapping[str, Any]) -> None
             "model": settings.model,
             "cuda_home": settings.environment.get("CUDA_HOME", ""),
             "published": settings.publish_dir,
+            "libraries": pruning.remember(state, settings.release, result.get("libraries") or {}),
             "report": report,
-            "snapshot": kept.snapshot(settings.environment),
+            "snapshot": snapshot,
         },
     )
 

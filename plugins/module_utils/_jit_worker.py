@@ -10,7 +10,6 @@ process loads every module with compiling forbidden, and no library may have cha
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import fcntl
 import functools
 import hashlib
@@ -18,9 +17,6 @@ import importlib
 import importlib.util
 import json
 import os
-import pwd
-import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -31,13 +27,16 @@ from typing import Any
 
 from ansible_collections.gpufleet.sglang.plugins.module_utils import _jit_bound as bound
 from ansible_collections.gpufleet.sglang.plugins.module_utils import _jit_calls as calls
+from ansible_collections.gpufleet.sglang.plugins.module_utils import _jit_checks as checks
 from ansible_collections.gpufleet.sglang.plugins.module_utils._finding import Finding
+from ansible_collections.gpufleet.sglang.plugins.module_utils._jit_children import Children, run
 from ansible_collections.gpufleet.sglang.plugins.module_utils._toolkit_errors import recognise
 
 LOCK = ".gpufleet-jit.lock"
 RESULT, PROGRESS = "result.json", "progress.jsonl"
+SECONDS = {"sampling": 104, "_sm90": 95, "batch_prefill": 53, "norm": 50, "batch_decode": 40}  # H200 host, 16 cores
+LONG = 90
 KILLED = ("signal 9", "Killed", "terminated by signal")
-TEXT = 16_000  # of a failed build's output: enough to say what it was
 FIRST_ERROR = ("error", "fatal", "cannot find", "not found", "No such file", "No space", "denied", "Killed")
 
 
@@ -46,6 +45,18 @@ def workers_for(modules: int, cores: int, available: int, per_worker: int, wish:
     room = max(1, available // max(1, per_worker))
     workers = max(1, min(modules, wish or min(cores, room)))
     return workers, max(1, min(cores, room // workers))
+
+
+def weight(module: calls.Module) -> int:
+    """Return about how many seconds a module takes on a large machine: the longest are begun first."""
+    if module.spec is None:
+        return 20
+    return next((seconds for word, seconds in SECONDS.items() if word in module.name), 30)
+
+
+def niceness(module: calls.Module) -> int:
+    """Return by how much a module gives way: to those that end last, and to those that a server cannot wait for."""
+    return 0 if module.spec is None or weight(module) >= LONG else 5
 
 
 def first_error(text: str) -> str:
@@ -102,7 +113,9 @@ class Worker:
         self.parts: list[dict[str, Any]] = []
         self.limit = float(request.get("module_timeout", 0))
         self.rows: list[dict[str, Any]] = []
-        self.libraries: dict[str, str] = {}  # path by module
+        self.built: dict[str, list[Any]] = {}  # fingerprints by module
+        self.early = False  # it was said that a server may start
+        self.prover: subprocess.Popen[str] | None = None
 
     def say(self, text: str, **more: Any) -> None:
         """Tell the journal, and whoever waits."""
@@ -149,52 +162,14 @@ class Worker:
         told["libraries"] = {f"{name} ({label})": item for name, item in told.get("libraries", {}).items()}
         self.parts.append(told)
 
-    # before anything is imported
-
-    def obstacles(self) -> list[Finding]:
-        """Return what would make every build fail, or the import itself."""
-        found = []
-        user = pwd.getpwuid(os.geteuid()).pw_name
-        bad: list[str] = []
-        for folder in self.request["cache_dirs"]:
-            if any(folder.startswith(f"{outer}/") for outer in bad):
-                continue  # said already
-            probe = f"{folder}/.gpufleet-jit.{os.getpid()}"
-            try:
-                os.makedirs(folder, exist_ok=True)
-                with open(probe, "wb") as file:
-                    file.write(b"\0" * 65536)
-            except OSError as exc:
-                found.append(_no_write(folder, user, exc))
-                bad.append(folder)
-            finally:
-                with contextlib.suppress(OSError):
-                    os.unlink(probe)
-        return found
-
-    def tools(self) -> list[Finding]:
-        """Return which tools building needs and lacks."""
-        found = []
-        path = os.environ.get("PATH", "")
-        if not shutil.which("ninja"):
-            text = f"ninja is not on the unit's PATH ({path})"
-            found.append(Finding("ninja_missing", text, f"Install it: {sys.executable} -m pip install ninja"))
-        home = os.environ.get("CUDA_HOME", "")
-        nvcc = f"{home}/bin/nvcc" if home else shutil.which("nvcc") or ""
-        if not nvcc or not os.access(nvcc, os.X_OK):
-            text = f"there is no compiler at {nvcc}" if nvcc else "CUDA_HOME is not set and no nvcc is on PATH"
-            found.append(Finding("nvcc_missing", text, "Run the deploy with --tags toolkit,cccl"))
-        compiler = os.environ.get("CXX") or "c++"
-        if not shutil.which(compiler):
-            found.append(Finding("cxx_missing", f"{compiler} is not on the unit's PATH", "Install g++, or correct CXX"))
-        return found
-
     def prepare(self) -> None:
         """Import once, as a server does: SGLang sets FlashInfer's architectures itself, whatever the unit says."""
         capability = self.request["capability"]
         major, minor = (int(part) for part in capability.split("."))
         if importlib.util.find_spec("sglang"):  # srt/utils/common.py, set_cuda_arch(): 12.0a even where 12.0f would do
             os.environ["FLASHINFER_CUDA_ARCH_LIST"] = f"{capability}{'a' if major >= 9 else ''}"
+        elif self.label:  # what the unit says is for the first architecture
+            os.environ["FLASHINFER_CUDA_ARCH_LIST"] = self.request["arch"]
         else:
             os.environ.setdefault("FLASHINFER_CUDA_ARCH_LIST", self.request["arch"])
         torch: Any = importlib.import_module("torch")
@@ -223,12 +198,12 @@ class Worker:
                 self.finish()
                 return
             if todo:
-                lacks = self.tools()
+                lacks = checks.tools()
                 if lacks:
                     self.rows += [{**_row(item, "failed"), **_fault(lacks[0])} for item in todo]
                     self.finish(problems=[item.to_dict() for item in lacks])
                     return
-                self.build(todo)
+                self.build(sorted(todo, key=weight, reverse=True))
             self.prove(fresh=bool(todo))
 
     @contextlib.contextmanager
@@ -259,35 +234,31 @@ class Worker:
     ) -> list[calls.Module]:
         """Fork a child per module; returns those that were killed."""
         queue, total = list(todo), len(todo) + done
-        running: dict[int, tuple[calls.Module, float, int]] = {}
-        killed = []
-        while queue or running:
-            while queue and len(running) < workers:
+        children = Children()
+        killed: list[calls.Module] = []
+        while queue or children.running:
+            while queue and len(children.running) < workers:
                 module = queue.pop(0)
-                reader, writer = os.pipe()
-                began = time.monotonic()
-                pid = os.fork()
-                if pid == 0:
-                    os.close(reader)
-                    _child(functools.partial(bound.within, self.limit, _build, module), jobs, writer)
-                os.close(writer)
-                running[pid] = (module, began, reader)
-            pid, status = os.wait()
-            if pid not in running:
+                work = functools.partial(bound.within, self.limit, _build, module)
+                children.start(module, work, jobs, niceness(module))
+            self.announce(queue, children, calm=not killed and not last)
+            ended = children.wait()
+            if ended is None:
                 continue
-            module, began, reader = running.pop(pid)
-            text = _drain(reader)
-            seconds = round(time.monotonic() - began, 1)
-            died = os.WIFSIGNALED(status)
+            module, text, seconds = ended.item, ended.text, ended.seconds
+            died = os.WIFSIGNALED(ended.status)
             if (died or any(word in text for word in KILLED)) and not last:
                 killed.append(module)
                 continue
             done += 1
-            if status == 0:
-                self.rows.append({**_row(module, "compiled"), "seconds": seconds})
+            if ended.status == 0:
+                if os.path.exists(module.library):
+                    self.built[module.name] = fingerprint(module.library)
+                again = {"again": True} if last else {}
+                self.rows.append({**_row(module, "compiled"), "seconds": seconds, **again})
                 self.say(f"module {done} of {total}: {module.name} built in {seconds} s", done=done, total=total)
                 continue
-            text = text or f"the build was killed by signal {os.WTERMSIG(status) if died else '?'}"
+            text = text or f"the build was killed by signal {os.WTERMSIG(ended.status) if died else '?'}"
             cause = why(text)
             if any(word in text for word in (*KILLED, "killed by signal")):
                 cause.update(code="compiler_killed", remedy="Free memory, or lower sglang_server_jit_workers")
@@ -296,7 +267,30 @@ class Worker:
             journal(text)
         return killed
 
+    def announce(self, queue: Sequence[calls.Module], children: Children, *, calm: bool) -> None:
+        """Say once that a server may start: each module that is left has a builder that holds the module's own lock.
+
+        FlashInfer's getter takes the same lock before it looks what there is to do, so it waits, and then loads.
+        SGLang's own kernels have no such lock; they are there by then.
+        """
+        left = list(children.running.values())
+        whole = calm and not any(row["state"] == "failed" for row in self.rows)
+        if self.early or queue or not left or not whole or not all(child.held for child in left):
+            return
+        self.early = True
+        self.say(f"not built yet: {len(left)}; a server that needs one of them waits for it from now on", early=True)
+        self.start_prover()
+
     # proving
+
+    def start_prover(self) -> subprocess.Popen[str]:
+        """Start the fresh process; it imports, which takes seconds, and loads nothing before its input ends."""
+        argv = [sys.executable, *self.request["argv"], "prove"]
+        pipe = subprocess.PIPE
+        self.prover = subprocess.Popen(  # pylint: disable=ansible-bad-function
+            argv, stdin=pipe, stdout=pipe, stderr=subprocess.STDOUT, text=True
+        )
+        return self.prover
 
     def prove(self, *, fresh: bool) -> None:
         """Load every module where none was loaded before, with compiling forbidden, and look that no file changed."""
@@ -306,16 +300,13 @@ class Worker:
         with contextlib.suppress(FileNotFoundError):
             proof_file.unlink()
         if fresh:
-            argv = [sys.executable, *self.request["argv"], "prove"]
-            # run by the engine's Python, where there is no Ansible and no run_command
-            done = subprocess.run(  # pylint: disable=ansible-bad-function
-                argv, capture_output=True, text=True, check=False
-            )
-            rc, said = done.returncode, done.stdout + done.stderr
+            prover = self.prover or self.start_prover()
+            said, _nothing = prover.communicate()
+            rc = prover.returncode
         else:
             pid = os.fork()
             if pid == 0:
-                _child(self.load_all, 1, os.open(os.devnull, os.O_WRONLY))
+                run(self.load_all, 1, os.open(os.devnull, os.O_WRONLY))
             rc, said = os.waitpid(pid, 0)[1], ""
         try:
             proof = json.loads(proof_file.read_text(encoding="utf-8"))
@@ -326,6 +317,9 @@ class Worker:
             bad.setdefault(proof.get("loading") or "the loading process", f"died (status {rc}): {first_error(said)}")
         missing = [] if rc else [name for name in proof.get("missing", []) if name not in failed]
         bad.update(dict.fromkeys(missing, "a server would compile it again"))
+        for name, (_path, *now) in proof["loaded"].items():
+            if self.built.get(name, now) != now:
+                bad.setdefault(name, "it was compiled once more, by a server perhaps, after it had been built here")
         for name, text in bad.items():
             row = next((item for item in self.rows if item["name"] == name), None)
             fault = {"state": "failed", "error": text, "code": "not_proven", "remedy": "Run it again; see the journal"}
@@ -377,21 +371,12 @@ def _fault(finding: Finding) -> dict[str, str]:
     return {"error": finding.message, "code": finding.code, "remedy": finding.remedy}
 
 
-def _no_write(folder: str, user: str, exc: OSError) -> Finding:
-    text = f"the kernel cache {folder} cannot be written to by {user}: {exc.strerror}"
-    with contextlib.suppress(OSError, KeyError):
-        text += f" (it belongs to {pwd.getpwuid(os.stat(folder).st_uid).pw_name})"
-    if exc.errno == 28:
-        return Finding("no_space", text, "Free space on that file system")
-    return Finding("cache_readonly", text, f"Mount it writable, or chown {user} {folder}")
-
-
-def _build(module: calls.Module) -> None:
+def _build(module: calls.Module, held: Callable[[], None]) -> None:
     if module.spec is None:
         calls.sglang_build(module)
         return
     _wait_for_orphans(str(module.spec.build_dir) if hasattr(module.spec, "build_dir") else "")
-    calls.flashinfer_build(module)
+    calls.flashinfer_build(module, held)
 
 
 def _wait_for_orphans(folder: str, limit: float = 300.0) -> None:
@@ -408,37 +393,16 @@ def _cwd(process: Path) -> str:
         return ""
 
 
-def _child(work: Callable[[], None], jobs: int, writer: int) -> None:
-    """Do the work in a forked child, which ends here; what went wrong goes to the pipe."""
-    code = 1
-    try:
-        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: not to outlive the run
-        os.environ["MAX_JOBS"] = str(jobs)
-        work()
-        code = 0
-    except BaseException as exc:
-        text = f"{exc}" or traceback.format_exc()
-        lines = [line for line in text.splitlines() if "-isystem" not in line or len(line) < 400]
-        with contextlib.suppress(OSError):
-            os.write(writer, "\n".join(lines)[:TEXT].encode())
-    finally:
-        os._exit(code)
-
-
-def _drain(reader: int) -> str:
-    with os.fdopen(reader, "rb") as file:
-        return file.read().decode("utf-8", errors="replace")
-
-
 def main(argv: Sequence[str]) -> int:
     """Read the request; an exception becomes a result that names its cause."""
     request = json.loads(Path(argv[0]).read_text(encoding="utf-8"))
     worker = Worker(request)
     if argv[1:] == ["prove"]:
         worker.prepare()
+        sys.stdin.read()
         worker.load_all()
         return 0
-    obstacles = worker.obstacles()
+    obstacles = checks.obstacles(request["cache_dirs"])
     if obstacles:
         worker.finish(problems=[item.to_dict() for item in obstacles])
         return 1

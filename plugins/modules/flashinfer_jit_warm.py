@@ -36,9 +36,11 @@ options:
       - V(present) builds and proves.
       - V(learned) compares the caches with what they held after the last V(present), and adds to C(jit.json) what
         servers compiled since.
+      - V(pruned) removes the kernels that were built for releases which are not in O(releases_dir) any more, and for no
+        other; what was published for them; and what their servers taught.
       - V(reported) only tells how large the caches are, and what the last run came to.
     type: str
-    choices: [present, learned, reported]
+    choices: [present, learned, pruned, reported]
     default: present
   python:
     description: The engine's interpreter. Needed with O(state=present).
@@ -115,8 +117,27 @@ options:
     description:
       - Folder for a copy of FlashInfer's modules in the layout of its ahead-of-time loading; empty for none.
       - Units that have it in E(PYTHONPATH) load from there without a lock and without a compiler.
+      - It holds the set of this very call. With a smaller set (another model, fewer O(modules)) the others are gone
+        from it, and a server that still runs and asks for one of them only then ends with C(MissingJITCacheError).
+      - With O(state=pruned), the folder that holds one such folder for each release.
     type: str
     default: ''
+  releases_dir:
+    description: With O(state=pruned), folder of the releases. O(release) is kept too, wherever it is.
+    type: path
+    default: /opt/sglang/releases
+  start_early:
+    description:
+      - Unit of a server that is started while the last modules are being built; empty for none.
+      - The module returns with RV(pending) as soon as every module that is left has a builder that holds FlashInfer's
+        own lock of it. A server that needs one waits at that lock and then loads. SGLang's own are done by then.
+      - While that unit runs it waits for the end all the same, so that what serves is not stopped early.
+    type: str
+    default: ''
+  pending:
+    description: What an earlier call returned as RV(pending); waits for the end of that warm-up.
+    type: dict
+    default: {}
   strict:
     description: With O(state=learned), whether to fail when a server compiled something.
     type: bool
@@ -185,6 +206,16 @@ learned:
   returned: state is learned
   type: list
   elements: str
+releases:
+  description: Releases that are gone, and whose kernels were removed.
+  returned: state is pruned
+  type: list
+  elements: str
+removed:
+  description: What was removed.
+  returned: state is pruned
+  type: list
+  elements: str
 problems:
   description: What stands in the way, each with C(code), C(message) and C(remedy).
   returned: state is present
@@ -198,6 +229,10 @@ caches:
 report:
   description: What the last run came to, as C(jit.json) has it.
   returned: state is reported
+  type: dict
+pending:
+  description: The warm-up goes on, and the server may be started; to be handed to the call that waits for its end.
+  returned: when O(start_early) is set and modules are still being built
   type: dict
 progress:
   description: What the worker said, a line for each module; the action plugin prints it.
@@ -222,6 +257,7 @@ from ansible.module_utils.basic import AnsibleModule
 from ansible_collections.gpufleet.sglang.plugins.module_utils._files import FileError
 from ansible_collections.gpufleet.sglang.plugins.module_utils._finding import numbered
 from ansible_collections.gpufleet.sglang.plugins.module_utils._jit_job import JobError
+from ansible_collections.gpufleet.sglang.plugins.module_utils._jit_prune import prune
 from ansible_collections.gpufleet.sglang.plugins.module_utils._jit_run import (
     Outcome,
     Settings,
@@ -234,7 +270,7 @@ from ansible_collections.gpufleet.sglang.plugins.module_utils._jit_state import 
 from ansible_collections.gpufleet.sglang.plugins.module_utils._runner import SubprocessRunner
 
 ARGUMENTS = {
-    "state": {"type": "str", "choices": ["present", "learned", "reported"], "default": "present"},
+    "state": {"type": "str", "choices": ["present", "learned", "pruned", "reported"], "default": "present"},
     "python": {"type": "path"},
     "model": {"type": "str", "default": ""},
     "release": {"type": "str", "default": ""},
@@ -252,6 +288,9 @@ ARGUMENTS = {
     "worker_memory_mib": {"type": "int", "default": 1126},
     "module_timeout": {"type": "int", "default": 1800},
     "publish_dir": {"type": "str", "default": ""},
+    "releases_dir": {"type": "path", "default": "/opt/sglang/releases"},
+    "start_early": {"type": "str", "default": ""},
+    "pending": {"type": "dict", "default": {}},
     "strict": {"type": "bool", "default": False},
     "required": {"type": "bool", "default": True},
     "slice_seconds": {"type": "float"},
@@ -279,6 +318,7 @@ def settings_of(params: dict[str, Any]) -> Settings:
         memory_mib=params["worker_memory_mib"],
         module_timeout=params["module_timeout"],
         publish_dir=params["publish_dir"].rstrip("/"),
+        start_early=params["start_early"],
     )
 
 
@@ -292,7 +332,9 @@ def result_of(out: Outcome) -> dict[str, Any]:
         "lines": out.lines,
         "progress": out.progress,
     }
-    return {**result, "watch_state": out.watch} if out.watch is not None else result
+    if out.watch is not None:
+        result["pending" if out.pending else "watch_state"] = out.watch
+    return result
 
 
 def main() -> None:
@@ -306,6 +348,11 @@ def main() -> None:
         caches, report = sizes(settings.cache_dir), load(settings.config_dir).get("report")
         module.exit_json(changed=False, caches=caches, report=report, lines=report_lines(caches, report))
     try:
+        if params["state"] == "pruned":
+            where = {key: params[key].rstrip("/") for key in ("cache_dir", "config_dir", "releases_dir", "release")}
+            gone = prune({**where, "kernels_dir": params["publish_dir"].rstrip("/")}, check=module.check_mode)
+            changed = bool(gone.releases)
+            module.exit_json(changed=changed, releases=gone.releases, removed=gone.paths, lines=gone.lines)
         if params["state"] == "learned":
             out = learn(settings, check=module.check_mode)
             failed = params["strict"] and bool(out.learned)
@@ -318,9 +365,9 @@ def main() -> None:
             SubprocessRunner(),
             check=module.check_mode,
             seconds=params["slice_seconds"],
-            watch=params["watch_state"],
+            watch=params["watch_state"] or params["pending"],
         )
-    except (JobError, FileError, ValueError) as exc:
+    except (JobError, FileError, OSError, ValueError) as exc:
         module.fail_json(msg=f"{host}: {exc}")
     if out.problems and params["required"]:
         module.fail_json(msg=numbered(f"{host}: kernels could not be built", out.problems), **result_of(out))

@@ -21,7 +21,8 @@ from kit import ENGINE, INBOX, KIT, MODELS
 
 HERE = Path(__file__).resolve().parent
 CODE = HERE.parent.parent
-COMPILERS = {"nvcc", "cicc", "ptxas", "cudafe++", "ninja", "nvlink"}  # gcc alone: Triton's launchers, not a module
+# Not ninja, which each load of a FlashInfer module asks whether there is work, nor gcc, which makes Triton's launchers
+COMPILERS = {"nvcc", "cicc", "ptxas", "cudafe++", "nvlink"}
 CACHE = "/var/cache/sglang"
 SHARED = ("/opt/sglang", CACHE)  # by the containers of one GPU: CUDA_HOMEs, kernels
 ACCOUNTS = ("passwd", "group", "shadow", "gshadow")
@@ -202,7 +203,10 @@ def kernels(since: float, folder: Path) -> list[str]:
 
 
 class Compilers(threading.Thread):
-    """Watch which units run compilers: by the processes in their cgroups, five times a second."""
+    """Watch which units run compilers: by the processes in their cgroups, five times a second.
+
+    Triton's own ptxas, which makes no module of FlashInfer's or SGLang's, is told apart by where it lies.
+    """
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
@@ -217,10 +221,15 @@ class Compilers(threading.Thread):
                     name = (process / "comm").read_text(encoding="utf-8").strip()
                     if name in COMPILERS:
                         cgroup = (process / "cgroup").read_text(encoding="utf-8").strip().rpartition("/")[2]
-                        self.seen.setdefault(cgroup, set()).add(name)
+                        own = "/triton/" in os.readlink(process / "exe")
+                        self.seen.setdefault(cgroup, set()).add(f"triton's {name}" if own else name)
                 except OSError:
                     continue
 
     def servers(self) -> dict[str, list[str]]:
         """Return the compilers that servers ran, by unit."""
         return {unit: sorted(names) for unit, names in self.seen.items() if unit.startswith("sglang@")}
+
+    def loud(self) -> list[str]:
+        """Return the servers that ran a compiler other than Triton's."""
+        return [unit for unit, names in self.servers().items() if any(not name.startswith("triton") for name in names)]

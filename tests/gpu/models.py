@@ -27,14 +27,14 @@ BIG: dict[str, Any] = {
     **DENSE, "hidden_size": 8192, "intermediate_size": 22528, "num_hidden_layers": 64, "num_attention_heads": 64,
     "num_key_value_heads": 8,
 }  # fmt: skip
-# Gated DeltaNet in three layers of four, as Qwen3-Next has it, with dense MLPs only
+# Gated DeltaNet in three layers of four, as Qwen3-Next has it. SGLang 0.5.17 makes each MLP a mixture of experts
 HYBRID: dict[str, Any] = {
     **COMMON, "architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next", "hidden_size": 1024,
     "intermediate_size": 2048, "num_hidden_layers": 8, "num_attention_heads": 8, "num_key_value_heads": 2,
     "head_dim": 256, "partial_rotary_factor": 0.25, "full_attention_interval": 4, "linear_conv_kernel_dim": 4,
     "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_num_key_heads": 8, "linear_num_value_heads": 16,
     "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"] * 2,
-    "mlp_only_layers": list(range(8)), "decoder_sparse_step": 1, "num_experts": 0, "num_experts_per_tok": 2,
+    "mlp_only_layers": [], "decoder_sparse_step": 1, "num_experts": 8, "num_experts_per_tok": 2,
     "moe_intermediate_size": 256, "shared_expert_intermediate_size": 256, "norm_topk_prob": True,
 }  # fmt: skip
 MODELS = {"dense": DENSE, "big": BIG, "hybrid": HYBRID}

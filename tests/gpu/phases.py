@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import subprocess
 import sys
 import time
@@ -14,7 +15,9 @@ from typing import Any
 
 import faults
 import kit
-from box import CACHE, Box, Compilers, Played, answers, kernels, wait_for_answer
+import models
+from box import Box, Compilers, Played, answers, ask, kernels, wait_for_answer
+from figures import built, compiled_since_start, memory, units
 
 FLAGS = {
     "load-format": "dummy", "attention-backend": "flashinfer", "sampling-backend": "flashinfer",
@@ -22,6 +25,7 @@ FLAGS = {
 }  # fmt: skip
 FRACTION_SHARED, FRACTION_OWN = 0.1, 0.6
 NAIVE_PORT = 31000
+STRATEGIES = ("no_buffer", "extra_buffer")
 MORE = (Box("c1", 30010), Box("c2", 30020))
 # NVLink multicast stays off where the machine says so: other tenants share its switches
 PASSED_ON = ("NCCL_NVLS_ENABLE", "TORCH_SYMM_MEM_DISABLE_MULTICAST", "NVSHMEM_DISABLE_NVLS")
@@ -35,6 +39,11 @@ class Context:
     proof: Path
     report: dict[str, Any]
     box: Box = field(default_factory=lambda: Box("c0"))
+    deadline: float = float("inf")  # of time.monotonic()
+
+    def left(self) -> float:
+        """Return how many seconds are left."""
+        return self.deadline - time.monotonic()
 
     @property
     def gpus(self) -> int:
@@ -79,19 +88,11 @@ class Context:
         for unit in units(box):
             self.log(f"{name}-{unit}").write_text(box.journal(unit), encoding="utf-8")
         compiled = {unit: compiled_since_start(box, unit) for unit in units(box)}
-        return played, {**played.to_dict(), "compiled_by_servers": compiled, "compilers_in_units": watch.servers()}
-
-
-def units(box: Box) -> list[str]:
-    """Return the servers' units."""
-    return sorted(path.name for path in (box.root / "etc/systemd/system").glob("sglang@*.service"))
-
-
-def compiled_since_start(box: Box, unit: str) -> list[str]:
-    """Return the modules in the shared cache that are newer than the unit's process."""
-    show = ("systemctl", "show", "--timestamp=unix", "-p", "ExecMainStartTimestamp", "--value", unit)
-    since = box.run(*show).stdout.strip().lstrip("@")
-    return kernels(float(since), box.root / CACHE.lstrip("/")) if since else []
+        silent = not any(compiled.values()) and not watch.loud()
+        return played, {
+            **played.to_dict(), "compiled_by_servers": compiled, "compilers_in_units": watch.servers(),
+            "nothing_compiled_by_servers": silent, "memory": memory(played.text), "kernels": built(played.text),
+        }  # fmt: skip
 
 
 def output(*argv: str, timeout: float = 60.0) -> str:
@@ -119,6 +120,7 @@ def machine(context: Context) -> dict[str, Any]:
         "memory": output("grep", "MemTotal", "/proc/meminfo"), "root": output("findmnt", "-no", "FSTYPE", "/"),
     }  # fmt: skip
     kit.take_small()
+    models.write_all(kit.MODELS)  # these, where the kit's first part is an older one
     state = context.box.boot()
     return {"systemd": state, "ok": state in ("running", "degraded") and bool(gpus)}
 
@@ -126,31 +128,43 @@ def machine(context: Context) -> dict[str, Any]:
 def naive(context: Context) -> dict[str, Any]:
     """A first start by hand on the machine's own whole toolkit with empty caches: what users have without us."""
     kit.make_venv(context.say)
-    return by_hand(context, "naive", os.environ.get("CUDA_HOME", ""))
+    down(context)
+    box = Box("n0")  # one that still sees the machine's toolkit
+    box.boot()
+    start_by_hand(context, box, "naive")
+    seconds = wait_for_answer(NAIVE_PORT, lambda: box.property("naive.service", "ActiveState") == "active")
+    compiled = kernels(0, box.root / "var/lib/naive")
+    journal = stop_by_hand(context, box, "naive")
+    found: dict[str, Any] = {"first_answer": seconds, "compiled": len(compiled), "modules": compiled}
+    first = context.report["phases"].get("cold")
+    if first:
+        first["of_naive"] = ratio(first, found)
+    return found if seconds else {**found, "why": journal[-1500:]}
 
 
-def by_hand(context: Context, name: str, cuda_home: str) -> dict[str, Any]:
-    """Start a server as a plain unit, with caches of its own, and time its first answer."""
-    box, place = context.box, Path(f"/var/lib/{name}")
+def start_by_hand(context: Context, box: Box, name: str, gpu: int = 0, home: str = "") -> None:
+    """Start a server as a plain unit on the machine's own toolkit, with caches of its own."""
+    place, cuda_home = Path(f"/var/lib/{home or name}"), os.environ.get("CUDA_HOME", "")
     words = [f"{kit.ENGINE}/bin/python", "-m", "sglang.launch_server", "--model-path", f"{kit.MODELS}/dense"]
-    words += ["--port", str(NAIVE_PORT), "--mem-fraction-static", str(context.fraction)]
+    words += ["--port", str(NAIVE_PORT + 20 * gpu), "--mem-fraction-static", str(context.fraction)]
     words += [word for flag, value in FLAGS.items() for word in (f"--{flag}", value)]
     environment = {
         "HOME": str(place), "PATH": f"{kit.ENGINE}/bin:{cuda_home}/bin:{os.environ['PATH']}", "CUDA_HOME": cuda_home,
-        "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "0", "PYTHONUNBUFFERED": "1",
+        "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": str(gpu), "PYTHONUNBUFFERED": "1",
     }  # fmt: skip
     box.run("mkdir", "-p", str(place), check=True)
     argv = ["systemd-run", f"--unit={name}", "--property=KillMode=mixed", "--property=TimeoutStopSec=60"]
     argv += [f"--setenv={key}={value}" for key, value in environment.items()]
     box.run(*argv, *words, check=True)
-    seconds = wait_for_answer(NAIVE_PORT, lambda: box.property(f"{name}.service", "ActiveState") == "active")
-    compiled = kernels(0, box.root / place.relative_to("/"))
+
+
+def stop_by_hand(context: Context, box: Box, name: str) -> str:
+    """Stop it; returns its journal."""
     journal = box.run("journalctl", "-o", "cat", "--no-pager", "-u", f"{name}.service").stdout
     context.log(name).parent.mkdir(parents=True, exist_ok=True)
     context.log(name).write_text(journal, encoding="utf-8")
     box.run("systemctl", "stop", f"{name}.service")
-    found: dict[str, Any] = {"first_answer": seconds, "compiled": len(compiled), "modules": compiled}
-    return found if seconds else {**found, "why": journal[-1500:]}
+    return journal
 
 
 def hide_toolkits(box: Box) -> None:
@@ -190,14 +204,19 @@ def cold(context: Context) -> dict[str, Any]:
     played, data = context.deploy("cold")
     servers = health(context)
     data["versions"] = versions(context)
-    silent = not any(data["compiled_by_servers"].values()) and not data["compilers_in_units"]
-    ours, theirs = data["first_verified"], context.report["phases"].get("naive", {}).get("first_answer")
-    ratio = round(ours / theirs, 3) if ours and theirs else None
-    data.update(servers=servers, nothing_compiled_by_servers=silent, of_naive=ratio)
-    good = played.rc == 0 and silent and len(servers) == context.gpus and all(servers.values())
-    return (
-        data if good else {**data, "why": played.text[-3000:] if played.rc else "see servers and compiled_by_servers"}
-    )
+    data.update(servers=servers, of_naive=ratio(data, context.report["phases"].get("naive", {})))
+    good = played.rc == 0 and len(servers) == context.gpus and all(servers.values())
+    if not good:
+        data["why"] = played.text[-3000:] if played.rc else "see servers"
+    elif not data["nothing_compiled_by_servers"]:
+        data["why"] = "see compiled_by_servers and compilers_in_units"
+    return data
+
+
+def ratio(ours: dict[str, Any], naive: dict[str, Any]) -> float | None:
+    """Return our time to the first verified server over the naive first answer."""
+    mine, theirs = ours.get("first_verified"), naive.get("first_answer")
+    return round(mine / theirs, 3) if mine and theirs else None
 
 
 def health(context: Context, box: Box | None = None) -> dict[str, bool]:
@@ -275,11 +294,90 @@ def down(context: Context) -> dict[str, Any]:
 
 
 def provoked(context: Context) -> dict[str, Any]:
-    """Faults provoked on the GPU, each named by our diagnosis."""
+    """Faults provoked on the GPU, each named by our diagnosis; the kernel that was cut off is built again."""
     down(context)
-    data = faults.all_faults(context.box, context.proof / "logs", context.say)
-    return data if data["right"] == data["of"] else {**data, "why": "a fault has the wrong name: see faults"}
+    data = faults.all_faults(context.box, context.proof / "logs", context.say, context.left)
+    played = context.box.play(
+        "deploy", context.variables(context.box.port), context.log("repair"), "--tags", "jit", timeout=180
+    )
+    damaged = faults.damaged(context.box)
+    data["repair"] = {"rc": played.rc, "seconds": played.seconds, "kernels": built(played.text), "damaged": damaged}
+    if played.rc or damaged or not data["repair"]["kernels"]:
+        data["why"] = "the kernel that was cut off was not built again: see repair"
+    elif data["right"] != data["of"]:
+        data["why"] = "a fault has the wrong name: see faults"
+    return data
 
+
+def hybrid(context: Context) -> dict[str, Any]:
+    """A small hybrid model in each mamba strategy: KV tokens and requests at once, foretold and the engine's own."""
+    down(context)
+    data: dict[str, Any] = {"strategies": {}}
+    for strategy in STRATEGIES:
+        # No FlashInfer attention for heads of 256: building it takes longer than the rest of this phase
+        wish: dict[str, Any] = {"sglang_server_mamba_strategy": strategy, "sglang_server_max_running_requests": 4096}
+        wish |= {"sglang_server_attention_backend": "triton"}
+        if strategy == "no_buffer":  # asked for by name, SGLang 0.5.17 insists on this as well
+            wish["sglang_server_extra_args"] = {"disable-overlap-schedule": True}
+        played, found = context.deploy(f"hybrid-{strategy}", model="hybrid", **wish)
+        data["strategies"][strategy] = found
+        rows = found["memory"]
+        if played.rc != 0 or not rows:
+            data["why"] = played.text[-1500:]
+        elif any(row["percent_off"] > 3 or abs(1 - row["requests"] / row["requests_foretold"]) > 0.03 for row in rows):
+            data.setdefault("why", f"{strategy}: the engine's figures are not those foretold")
+    return data
+
+
+def unequal(context: Context) -> dict[str, Any]:
+    """Another process holds half of the last GPU: our deploy plans for it or names it; other GPUs' servers answer."""
+    down(context)
+    gpu = context.gpus - 1
+    holder = faults.hold(int(context.report["machine"]["gpus"][gpu]["memory.total"]) / 2048, gpu)
+    try:
+        played, data = context.deploy("unequal")
+    finally:
+        holder.kill()
+        holder.wait()
+    answers_of = health(context)
+    planned = played.rc == 0 and all(row["percent_off"] <= 3 for row in data["memory"])
+    named = re.search(r"GPU \d.*(pid \d+|held|in use|MiB free)", played.text) is not None
+    others = [good for unit, good in answers_of.items() if unit != f"sglang@{gpu}.service"]
+    data.update(servers=answers_of, planned_for=planned, named=named)
+    return data if (planned or named) and all(others) else {**data, "why": played.text[-2000:]}
+
+
+def loop(context: Context) -> dict[str, Any]:
+    """The original bash loop: all servers but GPU 0's at once on a cold cache, without checks."""
+    if context.gpus == 1:
+        return {"skipped": "one GPU: nothing starts at once"}
+    down(context)
+    box = Box("n0")
+    box.boot()
+    names = {gpu: f"loop{gpu}" for gpu in range(1, context.gpus)}
+    began = time.monotonic()
+    for gpu, name in names.items():
+        start_by_hand(context, box, name, gpu, home="loop")
+    data: dict[str, Any] = {"servers": {}}
+    waiting = dict(names)
+    while waiting and time.monotonic() - began < 480:
+        for gpu, name in list(waiting.items()):
+            port = NAIVE_PORT + 20 * gpu
+            state = box.property(f"{name}.service", "ActiveState")
+            if state == "active" and (ask(port, "/health", timeout=5.0) is None or not answers(port)):
+                continue
+            data["servers"][name] = round(time.monotonic() - began, 1) if state == "active" else state
+            del waiting[gpu]
+        time.sleep(0.25)
+    data["servers"].update(dict.fromkeys(waiting.values(), "no answer"))
+    for name in names.values():
+        stop_by_hand(context, box, name)
+    data["compiled"] = kernels(0, box.root / "var/lib/loop")
+    return data
+
+
+# Seconds that a phase takes on one H200: with less time left it is not begun
+NEEDED = {"naive": 285, "cold": 190, "noop": 30, "warm": 105, "hybrid": 150, "faults": 130, "more": 130, "unequal": 75}
 
 PHASES: dict[str, Callable[[Context], dict[str, Any]]] = {
     "machine": machine,
@@ -289,6 +387,9 @@ PHASES: dict[str, Callable[[Context], dict[str, Any]]] = {
     "noop": noop,
     "more": more,
     "warm": warm,
+    "hybrid": hybrid,
     "faults": provoked,
+    "unequal": unequal,
+    "loop": loop,
     "down": down,
 }

@@ -1,6 +1,8 @@
 """The GPU proof: our deploy on real GPUs of a bare machine, as a report in JSON.
 
-proof.py start [--phases A,B,...]   starts the proof in the background; it waits for the parts of the kit it needs
+proof.py start [--phases A,B,...] [--seconds S]
+                                    starts the proof in the background; it waits for the parts of the kit it needs, and
+                                    begins no phase that takes longer than what is left of S seconds
 proof.py watch SECONDS OUT          prints what it does until it ends or the time is over; leaves the report in OUT
 proof.py phases                     lists the phases
 
@@ -24,7 +26,7 @@ PROOF = Path("/opt/proof")
 LOG, REPORT, ENDED = PROOF / "proof.log", PROOF / "report.json", PROOF / "ended"
 
 
-def start(names: list[str]) -> int:
+def start(names: list[str], seconds: float) -> int:
     """Start the proof in a session of its own, so that it outlives the call."""
     PROOF.mkdir(parents=True, exist_ok=True)
     ENDED.unlink(missing_ok=True)
@@ -37,7 +39,7 @@ def start(names: list[str]) -> int:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
     try:
-        prove(names)
+        prove(names, seconds)
     finally:
         ENDED.touch()
     return 0
@@ -48,11 +50,17 @@ def say(text: str) -> None:
     print(f"{time.strftime('%H:%M:%S')} {text}", flush=True)
 
 
-def prove(names: list[str]) -> None:
-    """Run the phases in order; the report is whole after each."""
+def prove(names: list[str], seconds: float) -> None:
+    """Run the phases in order while there is time; the report is whole after each."""
     report: dict[str, Any] = json.loads(REPORT.read_text(encoding="utf-8")) if REPORT.exists() else {"phases": {}}
-    context = phases.Context(say, PROOF, report)
+    context = phases.Context(say, PROOF, report, deadline=time.monotonic() + seconds)
     for name in names:
+        needed, left = phases.NEEDED.get(name, 0), context.left()
+        if left < needed:
+            report["phases"][name] = {"ok": False, "skipped": f"{left:.0f} s left, {needed} s needed"}
+            write(report)
+            say(f"== {name}: skipped, {left:.0f} s left")
+            continue
         say(f"== {name}")
         started = time.monotonic()
         report["phases"][name] = entry = {"ok": False}
@@ -105,10 +113,11 @@ def main() -> int:
     """Command line."""
     words = sys.argv[1:]
     if words[:1] == ["start"]:
-        chosen = words[2].split(",") if words[1:2] == ["--phases"] and len(words) > 2 else list(phases.PHASES)
+        options = dict(zip(words[1::2], words[2::2]))
+        chosen = options["--phases"].split(",") if "--phases" in options else list(phases.PHASES)
         unknown = [name for name in chosen if name not in phases.PHASES]
         if not unknown:
-            return start(chosen)
+            return start(chosen, float(options.get("--seconds", "inf")))
         print(f"proof: no phase {', '.join(unknown)}; there are: {', '.join(phases.PHASES)}", file=sys.stderr)
         return 2
     if words[:1] == ["watch"] and len(words) == 3:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -9,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import time
+from pathlib import Path
 
 import pytest
 
@@ -38,7 +40,7 @@ def test_no_ninja_no_compiler(kernels, tmp_path):
 
 @pytest.mark.skipif(not ROOT, reason="only root can mount")
 def test_full_disk_then_good(kernels):
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(kernels.cache)], check=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=200k", "tmpfs", str(kernels.cache)], check=True)
     try:
         done = kernels.warm(modules=FAST)
         assert done["failed"]
@@ -76,6 +78,42 @@ def test_two_runs_at_once_build_once(kernels):
     assert not any(result.get("failed") for result in results), results
     states = sorted(result["modules"][0]["state"] for result in results)
     assert states in (["already", "compiled"], ["compiled", "compiled"])  # waited, or joined the same run
+    good(kernels, *FAST)
+
+
+def at_work(program, folder):
+    """Return the pids of a compiler's part that works below a folder."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            words = (path / "cmdline").read_bytes().split(b"\0")
+            if words[0].endswith(program.encode()) and os.readlink(path / "cwd").startswith(str(folder)):
+                found.append(int(path.name))
+    return found
+
+
+def test_a_compiler_that_is_killed_as_when_memory_ends(kernels):
+    process = kernels.start(modules=FAST)
+    end, killed = time.monotonic() + 120, []
+    while not killed and time.monotonic() < end:
+        killed = at_work("cicc", kernels.cache)
+        time.sleep(0.01)
+    for pid in killed:
+        os.kill(pid, signal.SIGKILL)
+    done = json.loads(process.stdout.read().strip().splitlines()[-1])
+    process.wait()
+    assert killed
+    assert done["modules"][0]["state"] == "compiled", done
+    assert any("1 were killed" in line for line in done["progress"]), done["progress"]
+    good(kernels, *FAST)
+
+
+def test_a_compiler_that_hangs(kernels):
+    """Here one that takes longer than a second: it is ended with all that it started, and named."""
+    done = kernels.warm(modules=["page"], module_timeout=1)
+    assert codes(done) == ["compiler_hung"]
+    assert "page was not built within 1 s (sglang_server_jit_module_timeout)" in done["msg"]
+    assert [at_work(name, kernels.cache) for name in ("nvcc", "cicc", "ninja")] == [[], [], []]
     good(kernels, *FAST)
 
 

@@ -7,9 +7,10 @@ import os
 import shutil
 import signal
 import subprocess
+import time
 
 import pytest
-from kernels import BUILDS, Kernels
+from kernels import BUILDS
 
 CONFIGS = [
     # head_dim, heads, KV heads, KV dtype, flag of SGLang
@@ -56,6 +57,20 @@ def test_another_environment_is_another_build(built, change):
     assert built.states(modules=["page"], environment=values, _check=True) == {"page": "would_compile"}
 
 
+def test_two_kinds_of_gpus_in_one_host(kernels):
+    """Each architecture has a folder of its own; one server's modules are no use to the other."""
+    archs = ["12.0f", "9.0a"]
+    done = kernels.warm(modules=["silu_and_mul"], arch_list=archs)
+    assert {row["name"]: row["state"] for row in done["modules"]} == {
+        "silu_and_mul": "compiled",
+        "silu_and_mul (9.0a)": "compiled",
+    }
+    for arch in archs:
+        served = kernels.serve("getter", "silu_and_mul", FLASHINFER_CUDA_ARCH_LIST=arch)
+        assert (served.rc, served.compiled) == (0, []), served.output
+    assert not kernels.warm(modules=["silu_and_mul"], arch_list=archs)["changed"]
+
+
 def test_sglang_sets_the_architecture_itself(built, tmp_path):
     (tmp_path / "sglang").mkdir()
     (tmp_path / "sglang/__init__.py").touch()
@@ -63,16 +78,13 @@ def test_sglang_sets_the_architecture_itself(built, tmp_path):
     assert built.states(modules=["page"], environment=values, _check=True) == {"page": "would_compile"}
 
 
-def test_a_library_that_was_cut_off_kills_a_server_and_is_built_again(built, tmp_path):
-    mine = Kernels(built.env, built.home, tmp_path)
-    shutil.copytree(built.cache, mine.cache, dirs_exist_ok=True, copy_function=shutil.copy2)
-    mine.warm(modules=["page"])
-    os.truncate(mine.library("page"), 100_000)
-    assert mine.serve("getter", "page").rc == -signal.SIGBUS
-    assert mine.serve("getter", "page").rc == -signal.SIGBUS  # it never heals
-    assert mine.states(modules=["page"], _check=True) == {"page": "would_compile"}
-    assert mine.states(modules=["page"]) == {"page": "compiled"}
-    served = mine.serve("getter", "page")
+def test_a_library_that_was_cut_off_kills_a_server_and_is_built_again(built):
+    os.truncate(built.library("page"), 100_000)
+    assert built.serve("getter", "page").rc == -signal.SIGBUS
+    assert built.serve("getter", "page").rc == -signal.SIGBUS  # it never heals
+    assert built.states(modules=["page"], _check=True) == {"page": "would_compile"}
+    assert built.states(modules=["page"]) == {"page": "compiled"}
+    served = built.serve("getter", "page")
     assert (served.rc, served.compiled) == (0, [])
 
 
@@ -133,3 +145,42 @@ def test_published_modules_need_no_compiler_and_no_cache(built, tmp_path):
     missing = built.serve("getter", "rope", **serving)
     assert missing.rc != 0
     assert "MissingJITCacheError" in missing.output
+
+
+def test_a_server_started_early_waits_at_the_lock_and_compiles_nothing(kernels):
+    names = ["silu_and_mul", "page"]
+    early = kernels.warm(modules=names, workers=2, start_early="sglang@0.service")
+    assert early["pending"], early
+    assert not kernels.stamps()  # nothing is built yet: the server below comes in the middle
+    served = kernels.serve("getter", *names)
+    assert served.rc == 0, served.output
+    assert max(served.seconds.values()) > 2
+    joined = kernels.warm(modules=names, workers=2, pending=early["pending"])
+    assert not joined.get("failed"), joined
+    assert joined["counts"]["compiled"] == 2
+    for name in names:  # each file was made once
+        log = (kernels.library(name).parent / ".ninja_log").read_text().splitlines()[1:]
+        made = [line.split("\t")[3] for line in log]
+        assert len(made) == len(set(made)), log
+    assert kernels.warm(state="learned")["learned"] == []
+    print(f"waited {served.seconds}, whole {early['took']:.1f} s + {joined['took']:.1f} s")
+
+
+def test_what_a_server_started_early_compiles_itself_is_seen(kernels):
+    early = kernels.warm(modules=["page"], start_early="sglang@0.service")
+    assert early["pending"], early
+    assert kernels.serve("getter", "silu_and_mul").rc == 0
+    assert not kernels.warm(modules=["page"], pending=early["pending"]).get("failed")
+    assert kernels.warm(state="learned")["learned"] == ["silu_and_mul"]
+
+
+def test_a_build_that_fails_beside_a_server_names_its_error(kernels):
+    early = kernels.warm(modules=["page"], start_early="sglang@0.service")
+    end = time.monotonic() + 30
+    while not (found := list(kernels.cache.glob(".cache/flashinfer/*/*/cached_ops/page/build.ninja"))):
+        assert time.monotonic() < end
+        time.sleep(0.02)
+    (found[0].parent / "page.so").mkdir()  # the linker cannot write there
+    joined = kernels.warm(modules=["page"], pending=early["pending"])
+    assert joined["failed"]
+    assert "page could not be built" in joined["msg"]

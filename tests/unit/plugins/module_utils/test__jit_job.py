@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import time
 
@@ -50,6 +51,20 @@ def test_the_worker_runs_from_the_job_alone(job, tmp_path):
     assert job.start(request(tmp_path, id="2"), sys.executable, {"PATH": "/usr/bin:/bin"})
     assert job.request()["id"] == "2"
     until_dead(job)
+
+
+def test_the_result_of_one_that_is_ending_is_no_answer_to_the_next(job, tmp_path, monkeypatch):
+    code = "import json, sys, time; p = json.load(open(sys.argv[1])); "
+    code += "json.dump({{'id': p['id'], 'rows': []}}, open(p['out'] + '/result.json', 'w')); time.sleep(1)  # {folder}"
+    monkeypatch.setattr(jobs, "CODE", code)
+    assert job.start(request(tmp_path), sys.executable, {"PATH": "/usr/bin:/bin"})
+    while job.look().result is None:
+        time.sleep(0.02)
+    assert job.alive()
+    monkeypatch.setattr(jobs, "CODE", "import time; time.sleep(60)  # {folder}")
+    assert job.start(request(tmp_path), sys.executable, {"PATH": "/usr/bin:/bin"})
+    assert job.look().result is None
+    os.kill(int((job.folder / "pid").read_text().split()[0]), signal.SIGKILL)
 
 
 def test_another_architecture_is_a_process_of_its_own(job, tmp_path):

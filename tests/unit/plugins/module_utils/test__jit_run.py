@@ -260,3 +260,64 @@ def test_sizes_of_the_caches(tmp_path):
     assert warm.sizes(str(tmp_path)) == [{"name": "triton", "path": f"{tmp_path}/triton", "files": 1, "mib": 3.0}]
     report = {"already": 2, "compiled": 0, "failed": 1}
     assert warm.report_lines([], report) == ["last warm-up: 2 already, 1 failed"]
+
+
+EARLY = Look(True, ("the last module is being built",), early=True)
+
+
+def stamp(path):
+    status = path.stat()
+    return [str(path), status.st_size, status.st_mtime_ns, status.st_ino, "digest"]
+
+
+def test_a_server_starts_early_and_only_what_it_compiled_is_its_own(settings, tmp_path):
+    module_file(tmp_path, "norm")
+    out = go(settings(start_early="sglang@0.service"), Job(EARLY))
+    assert (out.pending, out.watch) == (True, {"joined": True, "seen": 1, "starts": 1, "early": True})
+    assert warm.learn(settings()).lines == [
+        "no warm-up for this model and release was recorded: nothing to compare with"
+    ]
+    mine, theirs = module_file(tmp_path, "sampling"), module_file(tmp_path, "page")
+    request = kept.load(f"{tmp_path}/etc")["pending"]
+    rows = [{**ROW, "name": "norm"}, {**ROW, "name": "sampling"}]
+    job = Job(done(*rows, id=request, libraries={"sampling": stamp(mine)}))
+    out = go(settings(), job, watch=out.watch)
+    assert (job.starts, out.pending, out.changed) == (0, False, True)
+    assert "pending" not in kept.load(f"{tmp_path}/etc")
+    assert warm.learn(settings()).learned == ["page"], theirs
+
+
+def test_what_was_killed_and_built_again_counts_as_the_servers(settings, tmp_path):
+    out = go(settings(start_early="sglang@0.service"), Job(EARLY))
+    request, path = kept.load(f"{tmp_path}/etc")["pending"], module_file(tmp_path, "norm")
+    go(settings(), Job(done({**ROW, "again": True}, id=request, libraries={"norm": stamp(path)})), watch=out.watch)
+    assert warm.learn(settings()).learned == ["norm"]
+
+
+def test_one_that_dies_while_a_server_starts_is_not_started_again(settings):
+    job = Job(EARLY, Look(False))
+    out = go(settings(start_early="sglang@0.service"), job)
+    out = go(settings(), job, watch=out.watch)
+    assert (job.starts, [item.code for item in out.problems]) == (1, ["warm_up_died"])
+
+
+def test_what_runs_is_not_stopped_early(settings):
+    class Systemd(Runner):
+        def run(self, argv, **_more):
+            return Result(0, "Id=sglang@0.service\nActiveState=active\nSubState=running\n", "")
+
+    ticks = iter(range(99))
+    job = Job(EARLY, done(ROW))
+    out = warm.run(
+        settings(start_early="sglang@0.service"), Systemd(), job=job, clock=lambda: next(ticks), sleep=lambda _: None
+    )
+    assert (out.pending, out.changed) == (False, True)
+
+
+def test_a_deploy_that_broke_off_meanwhile_learns_nothing_wrong(settings, tmp_path):
+    go(settings(start_early="sglang@0.service"), Job(EARLY))
+    module_file(tmp_path, "norm")
+    go(settings(), Job(done({**ROW, "state": "already"})))
+    state = kept.load(f"{tmp_path}/etc")
+    assert "manifests" not in state
+    assert "pending" not in state

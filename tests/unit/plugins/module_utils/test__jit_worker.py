@@ -9,9 +9,11 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 from ansible_collections.gpufleet.sglang.plugins.module_utils import _jit_calls as calls
+from ansible_collections.gpufleet.sglang.plugins.module_utils import _jit_checks as checks
 from ansible_collections.gpufleet.sglang.plugins.module_utils import _jit_worker as worker
 from ansible_collections.gpufleet.sglang.plugins.module_utils._toolkit_elf import broken
 
@@ -84,7 +86,7 @@ def lines(tmp_path):
 
 
 def test_a_child_for_each_module_and_what_went_wrong(tmp_path, monkeypatch):
-    def build(module):
+    def build(module, _held):
         if module.name == "bad":
             raise RuntimeError("Ninja build failed.\nx.cu:1: error: no such thing")
 
@@ -97,7 +99,7 @@ def test_a_child_for_each_module_and_what_went_wrong(tmp_path, monkeypatch):
 
 
 def test_killed_ones_are_built_once_more_with_fewer_workers(tmp_path, monkeypatch):
-    def build(module):
+    def build(module, _held):
         mark = tmp_path / f"{module.name}.tried"
         if module.name == "always" or (module.name == "once" and not mark.exists()):
             mark.touch()
@@ -113,7 +115,7 @@ def test_killed_ones_are_built_once_more_with_fewer_workers(tmp_path, monkeypatc
 
 
 def test_a_compiler_that_the_kernel_killed_counts_as_killed(tmp_path, monkeypatch):
-    def build(module):
+    def build(module, _held):
         mark = tmp_path / "tried"
         if not mark.exists():
             mark.touch()
@@ -129,7 +131,7 @@ def test_a_compiler_that_hangs_is_killed_with_all_below_it_and_named(tmp_path, m
     (tmp_path / "norm.cu").touch()
     (tmp_path / "cicc").write_text(f"echo $$ >> {tmp_path}/pids; exec tail -f {tmp_path}/norm.cu")
 
-    def build(_module):  # as ninja does: each compiler in a group of its own
+    def build(_module, _held):  # as ninja does: each compiler in a group of its own
         subprocess.run(["sh", "-c", f"setsid sh {tmp_path}/cicc & sh {tmp_path}/cicc"], check=True)
 
     monkeypatch.setattr(worker, "_build", build)
@@ -144,10 +146,77 @@ def test_a_compiler_that_hangs_is_killed_with_all_below_it_and_named(tmp_path, m
     assert not any(os.path.exists(f"/proc/{pid}/exe") for pid in pids)
 
 
+def early(tmp_path):
+    return [json.loads(line).get("early", False) for line in (tmp_path / worker.PROGRESS).read_text().splitlines()]
+
+
+def test_a_server_may_start_once_each_module_that_is_left_has_its_lock_held(tmp_path, monkeypatch):
+    go = tmp_path / "go"
+
+    def build(module, held):
+        if module.spec is None:
+            return  # SGLang's own have no lock: they must be done
+        held()
+        while not go.exists():
+            time.sleep(0.01)
+
+    said = worker.Worker.say
+
+    def say(self, text, **more):
+        said(self, text, **more)
+        if more.get("early"):
+            go.touch()
+
+    monkeypatch.setattr(worker, "_build", build)
+    monkeypatch.setattr(worker.Worker, "say", say)
+    run = make(tmp_path)
+    held = modules("norm", "sampling")
+    for module in held:
+        module.spec = object()
+    run.build_batch([*held, *modules("own")], 3, 1, 0)
+    assert early(tmp_path) == [False, True, False, False]  # after the module without a lock, before the other two
+    assert lines(tmp_path)[1].startswith("not built yet: 2;")
+
+
+@pytest.mark.parametrize(("workers", "silent"), [(2, "norm"), (1, "")], ids=["no lock yet", "one in the queue"])
+def test_no_server_may_start_before(tmp_path, monkeypatch, workers, silent):
+    def build(module, held):
+        if module.name != silent:
+            held()
+        time.sleep(0.2 if module.name == "norm" else 0.6)
+
+    monkeypatch.setattr(worker, "_build", build)
+    make(tmp_path).build_batch(modules("norm", "page"), workers, 1, 0)
+    assert early(tmp_path) == [False, True, False]  # not before norm was built
+
+
+def test_no_server_may_start_beside_a_failure(tmp_path, monkeypatch):
+    def build(module, held):
+        if module.name == "bad":
+            raise RuntimeError("x.cu:1: error: no such thing")
+        time.sleep(0.3)
+        held()
+        time.sleep(0.3)
+
+    monkeypatch.setattr(worker, "_build", build)
+    make(tmp_path).build_batch(modules("norm", "bad"), 2, 1, 0)
+    assert not any(early(tmp_path))
+
+
+def test_the_longest_are_begun_first_and_the_rest_gives_way():
+    found = modules("cascade", "batch_prefill_x", "batch_prefill_x_sm90", "sampling", "norm")
+    for module in found:
+        module.spec = object()
+    found += modules("sgl_kernel_jit_x")
+    order = [module.name for module in sorted(found, key=worker.weight, reverse=True)]
+    assert order == ["sampling", "batch_prefill_x_sm90", "batch_prefill_x", "norm", "cascade", "sgl_kernel_jit_x"]
+    assert [worker.niceness(module) for module in found] == [5, 5, 0, 0, 5, 0]
+
+
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
 def test_a_cache_of_somebody_else_is_named(tmp_path):
     tmp_path.chmod(0o555)
-    (found,) = make(tmp_path).obstacles()
+    (found,) = checks.obstacles([str(tmp_path)])
     assert found.code == "cache_readonly"
     assert str(tmp_path) in found.message
 
@@ -155,7 +224,7 @@ def test_a_cache_of_somebody_else_is_named(tmp_path):
 def test_missing_tools_are_all_named(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("CUDA_HOME", "/nonexistent")
-    assert [item.code for item in make(tmp_path).tools()] == ["ninja_missing", "nvcc_missing", "cxx_missing"]
+    assert [item.code for item in checks.tools()] == ["ninja_missing", "nvcc_missing", "cxx_missing"]
 
 
 GETTER = """

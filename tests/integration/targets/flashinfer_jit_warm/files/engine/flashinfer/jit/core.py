@@ -1,5 +1,7 @@
 """Where modules lie and how they are built, as in 0.7.2; page.cu lacks a header."""
 
+import contextlib
+import fcntl
 import os
 import pathlib
 import shutil
@@ -15,11 +17,23 @@ def write_if_different(path, content):
         path.write_text(content)
 
 
+@contextlib.contextmanager
+def FileLock(path, thread_local=True):
+    with open(path, "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
 class JitSpec:
     def __init__(self, name):
         self.name = name
         self.build_dir = FOLDER / name
         self.ninja_path = self.build_dir / "build.ninja"
+
+    @property
+    def lock_path(self):
+        (FOLDER / "tmp").mkdir(parents=True, exist_ok=True)
+        return FOLDER / "tmp" / f"{self.name}.lock"
 
     def get_library_path(self):
         return self.build_dir / f"{self.name}.so"
