@@ -60,6 +60,11 @@ class Place:
     limits: Mapping[str, str] = field(default_factory=dict)  # hard limits of PID 1
 
     @property
+    def loaded(self) -> bool:
+        """Say whether the kernel shows a driver."""
+        return bool(self.module) or major_of("nvidia0", self.majors) is not None
+
+    @property
     def lxc(self) -> bool:
         """Say whether a line in Proxmox's configuration is what helps."""
         return self.container.startswith("lxc")
@@ -121,10 +126,15 @@ def parse_limits(text: str) -> dict[str, str]:
     return found
 
 
-def driver_problems(place: Place) -> list[Finding]:
-    """Say that the kernel, which a container shares with its host, has no driver or only half of one."""
+def driver_problems(place: Place, states: Mapping[str, str]) -> list[Finding]:
+    """Say that the kernel, which a container shares with its host, has no driver or only half of one.
+
+    What opens is there, whatever /proc tells: sandboxes show neither /proc/driver nor all of /proc/devices.
+    """
+    if any(state == "ok" for path, state in states.items() if path.endswith(UVM)):
+        return []
     where = "on the Proxmox host" if place.lxc else "on the machine outside" if place.container else "here"
-    if not place.module and major_of("nvidia0", place.majors) is None:
+    if not place.loaded and "ok" not in states.values():
         text = "the kernel has no NVIDIA driver loaded (no /proc/driver/nvidia/version, nothing of it in /proc/devices)"
         remedy = (
             f"Load it {where}: 'modprobe nvidia-uvm' (nvidia comes with it); install the driver there if there is none"

@@ -87,7 +87,7 @@ def complete(
     lines = text.splitlines(keepends=True)
     end = next((at for at, line in enumerate(lines) if _SECTION.match(line)), len(lines))
     own = [line.rstrip("\r\n") for line in lines[:end]]
-    rules, targets, devices = _present(own)
+    rules, targets, devices = _present(own, _ALLOW_KEYS[0 if v1 else 1])
     missing: list[str] = []
     for major in sorted({major for node in nodes if (major := major_of(node, majors)) is not None}):
         needed = any(major_of(node, majors) == major and node not in devices.values() for node in nodes)
@@ -106,14 +106,17 @@ def complete(
     return Completed(_inserted(lines, end, missing), missing, _notes(rules, majors), locked)
 
 
-def _present(own: Sequence[str]) -> tuple[list[str], set[str], dict[int, str]]:
-    """Return the device rules, the places in the container that something is mounted on, and the devN lines."""
+def _present(own: Sequence[str], allow: str) -> tuple[list[str], set[str], dict[int, str]]:
+    """Return the device rules, the places in the container that something is mounted on, and the devN lines.
+
+    LXC heeds the rules of the host's own cgroup version only.
+    """
     rules: list[str] = []
     targets: set[str] = set()
     devices: dict[int, str] = {}
     for line in own:
         raw, dev = _RAW.match(line), _DEV.match(line)
-        if raw and raw.group(1) in _ALLOW_KEYS:
+        if raw and raw.group(1) == allow:
             rules.append(raw.group(2))
         elif raw and raw.group(1) == "lxc.mount.entry":
             cells = raw.group(2).split()

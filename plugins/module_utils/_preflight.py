@@ -145,10 +145,11 @@ def _container(
         paths += [f"{host.dev}/nvidia{gpu.minor}" for gpu in kernel if gpu.minor is not None]
     paths = list(dict.fromkeys([*paths, f"{host.dev}/nvidia-uvm-tools"]))
     place = _gpu_container.look(host, paths, wanted.vmid)
-    findings = _gpu_container.driver_problems(place)
+    nodes = _gpus.open_nodes(host.runner, paths)
+    findings = _gpu_container.driver_problems(place, nodes)
     # Without a driver every node is missing too: its absence is the one thing to say.
-    nodes = {} if findings and not place.module else _gpus.open_nodes(host.runner, paths)
-    findings += _gpu_container.node_problems(nodes, place)
+    if not any(item.code == "driver_not_loaded" for item in findings):
+        findings += _gpu_container.node_problems(nodes, place)
     driver, wrong = _driver(host, seen.gpus, place)
     findings += wrong
     where = _gpu_container.outside(place)

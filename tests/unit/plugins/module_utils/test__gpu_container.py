@@ -14,6 +14,7 @@ from hosts import TCP_HEADER, smi
 
 MAJORS = {"nvidia": 195, "nvidiactl": 195, "nvidia-modeset": 195, "nvidia-uvm": 508, "nvidia-caps": 511}
 LXC = Place(container="lxc", vmid="200", module="580.95.05", majors=MAJORS)
+HALF = Place("lxc", module="580.95.05", majors={"nvidia": 195})
 LIMITS = """Limit                     Soft Limit           Hard Limit           Units
 Max cpu time              unlimited            unlimited            seconds
 Max open files            1024                 4096                 files
@@ -95,21 +96,19 @@ def test_nobody_but_a_debugger_needs_uvm_tools():
 
 
 @pytest.mark.parametrize(
-    ("place", "codes", "command"),
+    ("place", "state", "codes", "command"),
     [
-        (LXC, [], ""),
-        (Place("lxc"), ["driver_not_loaded"], "on the Proxmox host: 'modprobe nvidia-uvm'"),
-        (Place(), ["driver_not_loaded"], "Load it here"),
-        (
-            Place("lxc", module="580.95.05", majors={"nvidia": 195}),
-            ["uvm_not_loaded"],
-            "'nvidia-modprobe -u -c=0' on the",
-        ),
-        (Place("lxc", module="580.95.05"), [], ""),  # /proc/devices hidden: nothing is known against it
+        (LXC, "missing", [], ""),
+        (Place("lxc"), "missing", ["driver_not_loaded"], "on the Proxmox host: 'modprobe nvidia-uvm'"),
+        (Place(), "missing", ["driver_not_loaded"], "Load it here"),
+        (HALF, "missing", ["uvm_not_loaded"], "'nvidia-modprobe -u -c=0' on the Proxmox host"),
+        (HALF, "ok", [], ""),
+        (Place("lxc", module="580.95.05"), "missing", [], ""),  # /proc/devices hidden: nothing is known against it
+        (Place("docker"), "ok", [], ""),  # a sandbox that shows nothing, and works
     ],
 )
-def test_a_driver_that_is_not_loaded(place, codes, command):
-    findings = container.driver_problems(place)
+def test_a_driver_that_is_not_loaded(place, state, codes, command):
+    findings = container.driver_problems(place, {"/dev/nvidia-uvm": state})
     assert [item.code for item in findings] == codes
     assert all(command in item.remedy for item in findings)
 

@@ -100,8 +100,11 @@ def test_what_is_there_in_another_spelling_counts(there, style, added):
     assert done.text.startswith(HEAD + there)
 
 
-def test_cgroup_v1_has_another_key():
-    assert conf.complete("", NODES, MAJORS, v1=True).added[0] == "lxc.cgroup.devices.allow: c 195:* rwm"
+def test_cgroup_v1_has_another_key_and_heeds_no_other():
+    rules = RULES.replace("cgroup2", "cgroup")
+    assert conf.complete(RULES + MOUNTS, NODES, MAJORS, v1=True).added == rules.splitlines()
+    assert conf.complete(rules + MOUNTS, NODES, MAJORS, v1=True).added == []
+    assert conf.complete(rules + MOUNTS, NODES, MAJORS).added == RULES.splitlines()
 
 
 def test_a_rule_for_a_number_that_is_gone_is_named_and_stays():
