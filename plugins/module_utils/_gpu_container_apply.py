@@ -104,7 +104,7 @@ def _keep(spec: Spec, text: str, now: float) -> str:
     """Keep the old text: not beside the file, where Proxmox keeps nothing but configurations."""
     if not spec.backup_dir:
         return ""
-    stamp = time.strftime("%Y-%m-%d@%H:%M:%S", time.localtime(now))
+    stamp = time.strftime("%Y-%m-%d@%H:%M:%S", time.localtime(now)) + f".{int(now * 1000) % 1000:03d}"
     path = Path(spec.backup_dir, f"{Path(spec.path).name}.{stamp}")
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
+import stat
 
 import pytest
 from ansible_collections.gpufleet.sglang.plugins.module_utils import _gpu_container as container
 from ansible_collections.gpufleet.sglang.plugins.module_utils._gpu_container import Node, Place
+from ansible_collections.gpufleet.sglang.plugins.module_utils._gpus import open_nodes
 from ansible_collections.gpufleet.sglang.plugins.module_utils._host import Host
 from ansible_collections.gpufleet.sglang.plugins.module_utils._preflight import Wanted, collect
 from ansible_collections.gpufleet.sglang.plugins.module_utils._runner import Result, SubprocessRunner
@@ -182,6 +185,24 @@ def test_look_at_this_very_machine():
     assert set(place.nodes) == {"/dev/null"}
     assert place.nodes["/dev/null"].major == os.major(os.stat("/dev/null").st_rdev) == 1
     assert place.limits["Max open files"].isdigit()
+
+
+def test_a_real_node_whose_number_no_driver_has(tmp_path):
+    """The kernel's own answer, ENXIO: what is left of nvidia-uvm's node after a boot has given it another number."""
+    path = tmp_path / "nvidia-uvm"
+    try:
+        os.mknod(path, 0o666 | stat.S_IFCHR, os.makedev(507, 0))
+    except PermissionError:
+        pytest.skip("making a device node needs root outside a user namespace")
+    states = open_nodes(SubprocessRunner(), [str(path)])
+    if states[str(path)] == "denied":
+        pytest.skip("this container's own device cgroup answers first")
+    assert states == {str(path): "no_device"}
+    place = container.look(Host(SubprocessRunner()), [str(path)])
+    found = dataclasses.replace(place, container="lxc", majors=MAJORS)
+    (finding,) = container.node_problems(states, found)
+    assert finding.code == "device_node_stale"
+    assert "carries the number 507, but its driver has 508 now" in finding.message
 
 
 def test_everything_that_is_wrong_with_a_container_is_said_at_once(tmp_path, runner):
