@@ -82,21 +82,26 @@ def gpu_from_dict(data: Mapping[str, Any]) -> Gpu:
 
 
 def query(runner: Runner, timeout: float = 30.0) -> tuple[list[Gpu], list[Finding]]:
-    """Ask nvidia-smi for the GPUs; fields that an older driver does not know are left out and asked again without."""
-    fields = list(FIELDS)
-    while True:
-        done = runner.run(
-            ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"], timeout=timeout
-        )
-        unknown = _UNKNOWN_FIELD.search(done.stdout + done.stderr)
-        if unknown and unknown.group(1) in fields and unknown.group(1) not in _REQUIRED:
-            fields.remove(unknown.group(1))
-            continue
-        break
+    """Ask nvidia-smi for the GPUs."""
+    done, fields = ask(runner, FIELDS, _REQUIRED, timeout)
     gpus = parse_gpus(done.stdout, fields)
     if done.rc != 0 or not gpus:
         return gpus, [smi_problem(done, timeout)]
     return gpus, []
+
+
+def ask(
+    runner: Runner, fields: Sequence[str], required: Sequence[str], timeout: float = 30.0, option: str = "gpu"
+) -> tuple[Result, list[str]]:
+    """Run nvidia-smi --query-OPTION; fields that an older driver does not know are left out and asked again without."""
+    left = list(fields)
+    while True:
+        argv = ["nvidia-smi", f"--query-{option}={','.join(left)}", "--format=csv,noheader,nounits"]
+        done = runner.run(argv, timeout=timeout)
+        unknown = _UNKNOWN_FIELD.search(done.stdout + done.stderr)
+        if not unknown or unknown.group(1) not in left or unknown.group(1) in required:
+            return done, left
+        left.remove(unknown.group(1))
 
 
 def parse_gpus(text: str, fields: Sequence[str] = FIELDS) -> list[Gpu]:
@@ -236,36 +241,10 @@ def open_nodes(runner: Runner, paths: Sequence[str], timeout: float = 20.0) -> d
             states[path] = "ok"
         else:
             code = said[path].split(" ", 1)[0]
-            states[path] = {"1": "denied", "13": "denied", "2": "missing", "6": "no_device", "19": "no_device"}.get(
+            states[path] = {"1": "denied", "13": "forbidden", "2": "missing", "6": "no_device", "19": "no_device"}.get(
                 code, said[path]
             )
     return states
-
-
-def node_problems(states: Mapping[str, str]) -> list[Finding]:
-    """Say what is wrong with the device nodes."""
-    texts = {
-        "missing": (
-            "does not exist",
-            "Load the driver (nvidia-modprobe -u -c=0 makes the nodes); in a container pass the node in",
-        ),
-        "denied": (
-            "may not be opened (EPERM: the container's device rules, or the file's mode)",
-            "Allow it: in LXC lxc.cgroup2.devices.allow for its major number, in systemd DeviceAllow",
-        ),
-        "hung": ("hangs on open", "The driver is stuck: look for NVRM and Xid in the kernel log"),
-        "no_device": (
-            "has no device behind it",
-            "The GPU or its module is gone: look for NVRM and Xid in the kernel log",
-        ),
-        "unknown": ("was not reached: the open before it stopped the check", "Repair the node before it first"),
-    }
-    findings = []
-    for path, state in states.items():
-        if state != "ok":
-            text, remedy = texts.get(state, (f"cannot be opened: {state}", "Repair the node"))
-            findings.append(Finding(f"device_node_{state if state in texts else 'error'}", f"{path} {text}", remedy))
-    return findings
 
 
 def _value(cell: str) -> str | None:

@@ -16,6 +16,7 @@ from typing import Any
 from ansible_collections.gpufleet.sglang.plugins.module_utils._runner import TIMED_OUT, Runner
 
 BUILD_TOOLS = ("gcc", "g++", "ninja", "nvcc")
+DRIVER_LIBRARIES = ("libcuda.so.1", "libnvidia-ml.so.1")
 PYTHONS = ("python3.12", "python3.11", "python3")
 _DISK = """
 import os, sys
@@ -128,20 +129,21 @@ def pythons(host: Host, names: Sequence[str] = PYTHONS) -> list[dict[str, Any]]:
     return found
 
 
-def libcuda(host: Host) -> dict[str, Any]:
-    """Return the driver library the loader would take, with its version, and whether the loader could be asked."""
+def driver_libraries(host: Host, names: Sequence[str] = DRIVER_LIBRARIES) -> dict[str, dict[str, Any]]:
+    """Return the driver's libraries the loader would take, with versions, and whether the loader could be asked."""
     for program in ("ldconfig", "/sbin/ldconfig"):
         done = host.runner.run([program, "-p"], timeout=20.0)
         if done.rc == 0:
             break
-    else:
-        return {"known": False, "path": None, "version": None}
-    for line in done.stdout.splitlines():
-        name, _arrow, path = line.partition(" => ")
-        if name.strip().startswith("libcuda.so.1 ") and path:
-            version = Path(os.path.realpath(path.strip())).name.partition("libcuda.so.")[2]
-            return {"known": True, "path": path.strip(), "version": version if "." in version else None}
-    return {"known": True, "path": None, "version": None}
+    found: dict[str, dict[str, Any]] = {name: {"known": done.rc == 0, "path": None, "version": None} for name in names}
+    for line in done.stdout.splitlines() if done.rc == 0 else []:
+        entry, _arrow, path = line.partition(" => ")
+        name = (entry.split() or [""])[0]
+        if name in found and path and found[name]["path"] is None:
+            # libcuda.so.1 is a link to libcuda.so.580.95.05: the file's name is the driver's version
+            version = Path(os.path.realpath(path.strip())).name.partition(".so.")[2]
+            found[name].update(path=path.strip(), version=version if "." in version else None)
+    return found
 
 
 def _read(path: str) -> str:

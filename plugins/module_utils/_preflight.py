@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ansible_collections.gpufleet.sglang.plugins.module_utils import _gpus, _host
+from ansible_collections.gpufleet.sglang.plugins.module_utils import _gpu_container, _gpu_state, _gpus, _host
 from ansible_collections.gpufleet.sglang.plugins.module_utils._finding import WARNING, Finding
 from ansible_collections.gpufleet.sglang.plugins.module_utils._gpus import Gpu
 from ansible_collections.gpufleet.sglang.plugins.module_utils._ports import Listener, holders, listeners
@@ -31,6 +31,8 @@ class Wanted:
     host: str = "127.0.0.1"
     ports: Sequence[int] = ()
     paths: Sequence[Mapping[str, Any]] = ()  # path, min_free_mib, unless (a file that makes the space unneeded)
+    vmid: str = ""  # of the LXC container on Proxmox, for the name of its configuration
+    config_dir: str = "/etc/sglang"
 
 
 @dataclass(frozen=True)
@@ -76,14 +78,15 @@ def collect(host: _host.Host, wanted: Wanted, timeout: float = 30.0) -> tuple[di
     )
     findings = [*seen.findings, *findings]
     if seen.checked:
-        driver, wrong = _driver(host, seen.gpus)
-        facts["driver"] = driver
-        findings.extend(wrong)
         chosen = [gpu for gpu in seen.gpus if gpu.index in {slot.gpu for slot in slots}]
-        nodes = _gpus.open_nodes(host.runner, _gpus.device_nodes(chosen, host.proc, host.dev))
-        facts["device_nodes"] = [{"path": path, "state": state} for path, state in nodes.items()]
-        findings.extend(_gpus.node_problems(nodes))
+        more, wrong = _container(host, wanted, seen, chosen, complete=not findings, timeout=timeout)
+        facts.update(more)
+        findings.extend(wrong)
         findings.extend(gpu_problems(chosen, _running(slots, sockets)))
+        count = len(slots) or len(wanted.gpus)
+        place = more["container"]
+        findings.extend(_gpu_container.room_problems(place, facts["memory"], facts["shared_memory_mib"], count))
+        facts["container"] = place.to_dict()
     findings.extend(port_problems(slots, sockets))
     findings.extend(_extra_ports(wanted, slots, sockets))
     findings.extend(_disk_problems(wanted, facts["disks"]))
@@ -132,21 +135,66 @@ def _running(slots: Sequence[Slot], sockets: Sequence[Listener]) -> set[int]:
     return {slot.gpu for slot in slots if slot.unit in units}
 
 
-def _driver(host: _host.Host, gpus: Sequence[Gpu]) -> tuple[dict[str, Any], list[Finding]]:
-    module = _gpus.kernel_module_version(host.proc)
-    library = _host.libcuda(host)
+def _container(
+    host: _host.Host, wanted: Wanted, seen: GpuFacts, chosen: Sequence[Gpu], *, complete: bool, timeout: float
+) -> tuple[dict[str, Any], list[Finding]]:
+    """Look at how the GPUs got here (device nodes, cgroup, driver) and at the state they are in."""
+    kernel = _gpu_state.kernel_gpus(host.proc)
+    paths = _gpus.device_nodes(chosen, host.proc, host.dev)
+    if not complete:  # a GPU that is wanted is not seen: one of the kernel's may not have been passed in
+        paths += [f"{host.dev}/nvidia{gpu.minor}" for gpu in kernel if gpu.minor is not None]
+    paths = list(dict.fromkeys([*paths, f"{host.dev}/nvidia-uvm-tools"]))
+    place = _gpu_container.look(host, paths, wanted.vmid)
+    nodes = _gpus.open_nodes(host.runner, paths)
+    findings = _gpu_container.driver_problems(place, nodes)
+    # Without a driver every node is missing too: its absence is the one thing to say.
+    if not any(item.code == "driver_not_loaded" for item in findings):
+        findings += _gpu_container.node_problems(nodes, place)
+    driver, wrong = _driver(host, seen.gpus, place)
+    findings += wrong
+    where = _gpu_container.outside(place)
+    told = _gpu_state.health(host.runner, timeout) if chosen and seen.known else {}
+    log = _gpu_state.kernel_log(host.runner) if chosen else None
+    findings += _gpu_state.state_problems(chosen, told, where)
+    findings += _gpu_state.xid_problems(log or "", chosen, where)
+    findings += _gpu_state.order_problems(seen.gpus, kernel, _gpu_state.rendered_gpus(wanted.config_dir))
+    facts = {
+        "container": place,
+        "driver": driver,
+        "device_nodes": [{"path": path, "state": state} for path, state in nodes.items()],
+        "gpu_health": told,
+        "kernel_log_read": log is not None,
+    }
+    return facts, findings
+
+
+def _driver(host: _host.Host, gpus: Sequence[Gpu], place: _gpu_container.Place) -> tuple[dict[str, Any], list[Finding]]:
+    """Compare the kernel module's version with what the driver's programs and libraries here have."""
+    module = place.module
+    libraries = _host.driver_libraries(host)
     smi = next((gpu.driver_version for gpu in gpus if gpu.driver_version), "")
     findings = []
-    others = {"nvidia-smi": smi, str(library["path"]): library["version"] or ""}
+    others = {"nvidia-smi": smi, **{str(item["path"]): item["version"] or "" for item in libraries.values()}}
     for name, version in others.items():
         if module and version and version != module:
             text = f"the loaded kernel module is version {module}, {name} is version {version}"
-            remedy = "Reboot after a driver update; in a container install the host's driver version"
+            remedy = "Reboot after a driver update"
+            if place.container:
+                installer = f"sh NVIDIA-Linux-x86_64-{module}.run --no-kernel-modules"
+                remedy = f"Install the host's version in this container: '{installer}'"
             findings.append(Finding("driver_mismatch", text, remedy))
-    if library["known"] and not library["path"]:
-        text = "the loader knows no libcuda.so.1: CUDA programs do not find the driver"
-        findings.append(Finding("libcuda_missing", text, "Install the driver's libraries, then run ldconfig", WARNING))
-    return {"module_version": module or None, "smi_version": smi or None, "libcuda": library}, findings
+    for name, item in libraries.items():
+        if item["known"] and not item["path"]:
+            code = "libcuda_missing" if name.startswith("libcuda") else "libnvidia_ml_missing"
+            text = f"the loader knows no {name}: programs do not find the driver"
+            findings.append(Finding(code, text, "Install the driver's libraries, then run ldconfig", WARNING))
+    library, management = libraries.values()
+    return {
+        "module_version": module or None,
+        "smi_version": smi or None,
+        "libcuda": library,
+        "libnvidia_ml": management,
+    }, findings
 
 
 def _extra_ports(wanted: Wanted, slots: Sequence[Slot], sockets: Sequence[Listener]) -> list[Finding]:

@@ -15,6 +15,8 @@ description:
   - Looks at GPUs, the driver, device nodes, listening ports, disks, memory, compilers, systemd and Python, and says
     what stands in the way of one server per GPU. Finds all problems at once.
   - A program or mount that hangs is a problem in the result; the module itself does not hang.
+  - In a container it tells a node that was not passed in from one that the device cgroup forbids and from one whose
+    number has changed, and names the line for C(/etc/pve/lxc/VMID.conf) or the command on the host that repairs it.
   - GPUs and ports that the collection's own unit for the same GPU holds are no problem.
 extends_documentation_fragment:
   - gpufleet.sglang.attributes
@@ -53,6 +55,14 @@ options:
       unless:
         description: A file whose existence says that the space is not needed any more.
         type: path
+  vmid:
+    description: Id of the LXC container on Proxmox that this host is; only names its configuration in the remedies.
+    type: str
+    default: ''
+  config_dir:
+    description: Folder of the servers' environment files, which say what GPU each server was last given.
+    type: path
+    default: /etc/sglang
 """
 
 EXAMPLES = r"""
@@ -111,7 +121,7 @@ facts:
       type: list
       elements: dict
     driver:
-      description: Versions of kernel module, nvidia-smi and libcuda.
+      description: Versions of kernel module, nvidia-smi, libcuda and libnvidia-ml.
       returned: on device cuda
       type: dict
     device_nodes:
@@ -119,6 +129,18 @@ facts:
       returned: on device cuda
       type: list
       elements: dict
+    container:
+      description: What kind of container this is, how its devices are restricted, and the numbers of NVIDIA's drivers.
+      returned: on device cuda
+      type: dict
+    gpu_health:
+      description: ECC, remapped rows and compute mode by UUID, as far as the GPU and its driver tell.
+      returned: on device cuda
+      type: dict
+    kernel_log_read:
+      description: Whether the kernel log could be read, which is where Xids are.
+      returned: on device cuda
+      type: bool
     disks:
       description: Free space of O(paths), in MiB.
       returned: always
@@ -182,6 +204,8 @@ def argument_spec() -> dict[str, Any]:
                 "unless": {"type": "path"},
             },
         },
+        "vmid": {"type": "str", "default": ""},
+        "config_dir": {"type": "path", "default": "/etc/sglang"},
         "timeout": {"type": "int", "default": 30},
     }
 

@@ -13,7 +13,10 @@ from ansible_collections.gpufleet.sglang.plugins.module_utils._preflight import 
 from ansible_collections.gpufleet.sglang.plugins.module_utils._runner import Result, SubprocessRunner
 from hosts import TCP_HEADER, UUIDS, smi, tcp_line
 
-LDCONFIG = "2 libs found\n\tlibcuda.so.1 (libc6,x86-64) => {}\n\tlibc.so.6 (libc6,x86-64) => /lib/libc.so.6\n"
+LDCONFIG = (
+    "3 libs found\n\tlibcuda.so.1 (libc6,x86-64) => {0}\n\tlibnvidia-ml.so.1 (libc6,x86-64) => {0}\n"
+    "\tlibc.so.6 (libc6,x86-64) => /lib/libc.so.6\n"
+)
 
 
 @pytest.fixture
@@ -23,7 +26,7 @@ def host(tmp_path, runner):
         (tmp_path / folder).mkdir(parents=True)
     (tmp_path / "net/tcp").write_text(TCP_HEADER)
     (tmp_path / "1/comm").write_text("systemd\n")
-    (tmp_path / "meminfo").write_text("MemTotal: 1048576 kB\nMemAvailable: 524288 kB\n")
+    (tmp_path / "meminfo").write_text("MemTotal: 67108864 kB\nMemAvailable: 524288 kB\n")
     (tmp_path / "self/cgroup").write_text("0::/user.slice/a.scope\n")
     (tmp_path / "driver/nvidia/version").write_text("NVRM version: NVIDIA UNIX Open  580.95.05  Release\n")
     (tmp_path / "libcuda.so.580.95.05").write_text("")
@@ -50,10 +53,10 @@ def test_a_healthy_host(host):
     assert facts["gpus_checked"] is True
     assert facts["driver"]["module_version"] == "580.95.05"
     assert facts["driver"]["libcuda"]["version"] == "580.95.05"
-    assert facts["memory"] == {"total_mib": 1024, "available_mib": 512, "cgroup_limit_mib": None}
+    assert facts["memory"] == {"total_mib": 65536, "available_mib": 512, "cgroup_limit_mib": None}
     assert facts["systemd"] == {"pid1": True, "version": 252}
     assert facts["tools"]["nvcc"] is None
-    assert [node["state"] for node in facts["device_nodes"]] == ["ok"] * 10
+    assert [node["state"] for node in facts["device_nodes"]] == ["ok"] * 11
 
 
 def test_device_cpu_asks_no_driver_and_says_so(host, runner):
@@ -207,11 +210,27 @@ def test_a_python_shim_that_does_not_run_has_no_version(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("rc", "out", "expected"),
+    ("rc", "out", "known", "paths"),
     [
-        (0, "\tlibc.so.6 (libc6) => /lib/libc.so.6\n", {"known": True, "path": None, "version": None}),
-        (127, "", {"known": False, "path": None, "version": None}),
+        (0, "\tlibc.so.6 (libc6) => /lib/libc.so.6\n", True, [None, None]),
+        (127, "", False, [None, None]),
+        (
+            0,
+            "\tlibcuda.so.1 (libc6,x86-64) => /a/libcuda.so.1\n\tlibcuda.so.1 (libc6) => /b/libcuda.so.1\n",
+            True,
+            ["/a/libcuda.so.1", None],
+        ),
     ],
 )
-def test_libcuda(runner, rc, out, expected):
-    assert _host.libcuda(_host.Host(runner.on("-p", rc=rc, stdout=out))) == expected
+def test_driver_libraries(runner, rc, out, known, paths):
+    found = _host.driver_libraries(_host.Host(runner.on("-p", rc=rc, stdout=out)))
+    assert [item["known"] for item in found.values()] == [known, known]
+    assert [item["path"] for item in found.values()] == paths
+
+
+def test_the_version_is_in_the_name_of_the_file_that_is_linked_to(tmp_path, runner):
+    (tmp_path / "libnvidia-ml.so.580.95.05").write_text("")
+    (tmp_path / "libnvidia-ml.so.1").symlink_to("libnvidia-ml.so.580.95.05")
+    text = f"\tlibnvidia-ml.so.1 (libc6,x86-64) => {tmp_path}/libnvidia-ml.so.1\n"
+    found = _host.driver_libraries(_host.Host(runner.on("-p", stdout=text)))
+    assert found["libnvidia-ml.so.1"]["version"] == "580.95.05"
