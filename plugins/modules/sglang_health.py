@@ -283,6 +283,7 @@ from pathlib import Path
 from ansible.module_utils.basic import AnsibleModule
 from ansible_collections.gpufleet.sglang.plugins.module_utils._facts import on_its_gpu
 from ansible_collections.gpufleet.sglang.plugins.module_utils._health import Limits, failure_message
+from ansible_collections.gpufleet.sglang.plugins.module_utils._hostlock import sign_of_life
 from ansible_collections.gpufleet.sglang.plugins.module_utils._instance import PlanFileError
 from ansible_collections.gpufleet.sglang.plugins.module_utils._journal import ProcessLines
 from ansible_collections.gpufleet.sglang.plugins.module_utils._probe import ProbeOptions
@@ -344,6 +345,7 @@ def main() -> None:
             lambda instances: on_its_gpu(SubprocessRunner(), instances),
         )
         if waits:
+            sign_of_life()
             limits = Limits(params["progress_timeout"], params["timeout"])
             outcome = watch.wait(limits, params["slice_seconds"], options.timeout + 30)
         else:
