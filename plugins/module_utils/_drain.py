@@ -124,7 +124,9 @@ def wait_idle(
         sleep(0.3)
 
 
-def take_out_or_in(runner: Runner, params: Mapping[str, Any], servers: Sequence[Server], check_mode: bool) -> dict[str, Any]:
+def take_out_or_in(
+    runner: Runner, params: Mapping[str, Any], servers: Sequence[Server], check_mode: bool
+) -> dict[str, Any]:
     """Do what the module's states drained and open ask for; returns its result."""
     instances = [server.instance for server in servers if server.instance is not None]
     if check_mode:

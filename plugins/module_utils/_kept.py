@@ -11,7 +11,12 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from ansible_collections.gpufleet.sglang.plugins.module_utils._files import FileSpec, file_changes, read_text, write_files
+from ansible_collections.gpufleet.sglang.plugins.module_utils._files import (
+    FileSpec,
+    file_changes,
+    read_text,
+    write_files,
+)
 from ansible_collections.gpufleet.sglang.plugins.module_utils._instance import (
     Instance,
     Plan,
@@ -83,11 +88,15 @@ def previous(config_dir: str, wanted: str = "") -> str:
         raise KeptError(str(exc)) from exc
     if wanted:
         if wanted not in kept:
-            raise KeptError(f"no server has answered under release {wanted} here; there are: {', '.join(kept) or 'none'}")
+            raise KeptError(
+                f"no server has answered under release {wanted} here; there are: {', '.join(kept) or 'none'}"
+            )
         return wanted
     others = [name for name in kept if name != current]
     if not others:
-        raise KeptError(f"release {current} is the only one whose servers have answered here: there is none to go back to")
+        raise KeptError(
+            f"release {current} is the only one whose servers have answered here: there is none to go back to"
+        )
     return others[0]
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Callable
 
+from ansible_collections.gpufleet.sglang.plugins.module_utils import _drain, _kept, _record
 from ansible_collections.gpufleet.sglang.plugins.module_utils._files import (
     FileChange,
     FileSpec,
@@ -22,7 +23,6 @@ from ansible_collections.gpufleet.sglang.plugins.module_utils._files import (
     remove_files,
     write_files,
 )
-from ansible_collections.gpufleet.sglang.plugins.module_utils import _drain, _kept, _record
 from ansible_collections.gpufleet.sglang.plugins.module_utils._instance import Instance
 from ansible_collections.gpufleet.sglang.plugins.module_utils._runner import Runner
 from ansible_collections.gpufleet.sglang.plugins.module_utils._systemd import UnitState, show

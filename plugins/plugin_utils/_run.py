@@ -40,7 +40,13 @@ def this_run() -> dict[str, Any]:
         who = f"uid {os.getuid()}"
     controller = controller_id()
     node = platform.node()
-    return {"run": f"{controller or node}/{pid}/{started(pid)}", "pid": pid, "who": who, "where": node, "controller": controller}
+    return {
+        "run": f"{controller or node}/{pid}/{started(pid)}",
+        "pid": pid,
+        "who": who,
+        "where": node,
+        "controller": controller,
+    }
 
 
 def is_alive(run: str) -> bool:
