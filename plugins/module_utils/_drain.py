@@ -111,7 +111,7 @@ def wait_idle(
     """Wait until no server has a request, until limit after begun, or until end (of this slice).
 
     grace: seconds after begun in which a client that looked before the mark may still send. A server that does not
-    tell counts as idle: the engine's own stop waits for what it has. Returns whether waiting is over, and requests by unit.
+    tell counts as idle: the engine's own stop waits for what it has. Returns whether waiting is over, and the requests.
     """
     while True:
         counts = {item.unit: ask(item) for item in instances}

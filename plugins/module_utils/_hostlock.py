@@ -42,8 +42,8 @@ class Holder:
         """Say who it is, for people."""
         since = datetime.fromtimestamp(self.since, timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
         return (
-            f"{self.who or 'somebody'} on {self.where or 'an unknown machine'} (pid {self.pid}) runs {self.what or 'a playbook'}"
-            f" since {since}, last sign of life {max(0.0, now - seen):.0f} s ago"
+            f"{self.who or 'somebody'} on {self.where or 'an unknown machine'} (pid {self.pid})"
+            f" runs {self.what or 'a playbook'} since {since}, last sign of life {max(0.0, now - seen):.0f} s ago"
         )
 
 
@@ -116,9 +116,10 @@ def sign_of_life(path: str = PATH) -> None:
 def refusal(holder: Holder, now: float, seen: float, patience: float, path: str) -> str:
     """Say why not, and what to do."""
     left = max(0.0, patience - (now - seen))
+    told = holder.text(now, seen)
     return (
-        f"another run changes the servers of this host: {holder.text(now, seen)}. Nothing was touched. Wait until it is done; "
-        f"if that run is dead, its lock is taken over in {left:.0f} s (at once from its own controller), or remove {path} now"
+        f"another run changes the servers of this host: {told}. Nothing was touched. Wait until it is done; if that run"
+        f" is dead, its lock is taken over in {left:.0f} s (at once from its own controller), or remove {path} now"
     )
 
 

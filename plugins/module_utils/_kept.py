@@ -1,7 +1,7 @@
 # Copyright: The gpufleet.sglang contributors
 # GNU General Public License v3.0+ (see LICENSE or https://www.gnu.org/licenses/gpl-3.0.txt)
 # PRIVATE to the collection gpufleet.sglang: may change at any time.
-"""Copies of configurations that answered, by release: what a rollback puts back, without the network and without a plan."""
+"""Copies of configurations that answered, by release: what a rollback puts back, without a network or a plan."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def kept_releases(config_dir: str) -> list[str]:
 
 
 def previous(config_dir: str, wanted: str = "") -> str:
-    """Return the release to go back to: the wanted one, or the one used last that is not the plan's. Raises KeptError."""
+    """Return the release to go back to: the wanted one, or the last used that is not the plan's. Raises KeptError."""
     kept = kept_releases(config_dir)
     try:
         current = read_plan(str(Path(config_dir) / "plan.json")).release.name

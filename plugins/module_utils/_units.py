@@ -142,7 +142,7 @@ class Fleet:
         """Install the files, then start or restart exactly the units that need it, all at once."""
         units = [server.unit for server in servers]
         states = show(self.runner, units)
-        if not self.check_mode and any(state.need_daemon_reload for state in states.values()):
+        if not self.check_mode and any(_stale(state) for state in states.values()):
             self._systemctl("daemon-reload")  # a drop-in counts from here on
             states = show(self.runner, units)
         masked = [unit for unit, state in states.items() if state.load_state == "masked"]
@@ -156,9 +156,7 @@ class Fleet:
             state = states[server.unit]
             trouble = unhealthy.get(server.unit, "") or self._changed_under_it(server, state, out.changes)
             out.decisions.append(decide(state, server.digest, self.digest_of(state.main_pid), trouble))
-        reload = any(_is_unit(change.spec.path) for change in out.changes) or any(
-            s.need_daemon_reload for s in states.values()
-        )
+        reload = any(_is_unit(change.spec.path) for change in out.changes) or any(map(_stale, states.values()))
         disabled = [server.unit for server in servers if states[server.unit].unit_file_state != "enabled"]
         if shared and show(self.runner, [self.target])[self.target].unit_file_state != "enabled":
             disabled.append(self.target)
@@ -389,3 +387,8 @@ class Fleet:
 
 def _is_unit(path: str) -> bool:
     return path.endswith((".service", ".target"))
+
+
+def _stale(state: UnitState) -> bool:
+    """Say whether systemd has to read files again; of a drop-in's new folder it knows nothing by itself."""
+    return state.need_daemon_reload or set(_record.drop_ins(state)) != set(state.drop_ins)

@@ -73,7 +73,9 @@ def one(ports: list[int]) -> None:
         if not why:
             return
         counts["retries"] += retried_to is not None
-        failures.append(f"{time.strftime('%H:%M:%S')} {first}: {why}" + (f"; then {retried_to}: {again}" if again else ""))
+        failures.append(
+            f"{time.strftime('%H:%M:%S')} {first}: {why}" + (f"; then {retried_to}: {again}" if again else "")
+        )
         counts["failed"] += bool(again)
 
 
