@@ -36,7 +36,6 @@ class ActionModule(ActionBase):
                 module_name="gpufleet.sglang.sglang_lock", module_args=args, task_vars=task_vars
             )
         if result.get("taken_over"):
-            display.display(
-                f"{task_vars.get('inventory_hostname', '')}: the lock of a run that is gone was taken over: {result['taken_over']}"
-            )
+            host = task_vars.get("inventory_hostname", "")
+            display.display(f"{host}: the lock of a run that is gone was taken over: {result['taken_over']}")
         return result

@@ -12,7 +12,7 @@ version_added: 0.2.0
 author:
   - gpufleet.sglang contributors (@gpufleet)
 description:
-  - Every configuration that answered is kept by release (M(gpufleet.sglang.sglang_units), O(gpufleet.sglang.sglang_units#module:state=known_good)),
+  - Every configuration that answered is kept by release (O(gpufleet.sglang.sglang_units#module:state=known_good)),
     so going back needs neither a network nor the variables of then.
 options:
   state:

@@ -33,7 +33,7 @@ options:
     description:
       - V(started) installs the files and starts or restarts the units that are not running the wanted configuration.
         Without O(unit_template) nothing is rendered and units that do not run are started as they are.
-      - V(drained) takes servers out of service - marks them in C(/run/gpufleet-sglang/draining), runs O(drain_command) -
+      - V(drained) takes servers out of service, marks them in C(/run/gpufleet-sglang/draining), runs O(drain_command)
         and waits until they have no request, for O(drain_timeout) seconds at most. V(open) puts them back.
       - V(known_good) remembers the installed files as the ones to go back to, also for the release in use, and what the
         servers were started with. Call it after a health gate.
@@ -65,8 +65,7 @@ options:
   from_release:
     description:
       - With O(state=started), take the files from the copies of this release, as they last answered, in place of the
-        templates. RV(gpufleet.sglang.sglang_releases#module:release) of O(gpufleet.sglang.sglang_releases#module:state=rolled_back)
-        names it.
+        templates. RV(gpufleet.sglang.sglang_releases#module:release) names it.
     type: str
     default: ''
   drain_command:

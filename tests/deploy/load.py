@@ -1,4 +1,4 @@
-"""A client as a router is: it sends requests to several servers, reads which are draining, and tries once more elsewhere.
+"""A client as a router is: it sends requests to several servers, none that is draining, and tries once more elsewhere.
 
 Runs on the managed host (the servers listen on loopback) with nothing but Python's standard library:
 python3 load.py SECONDS PORT PORT PORT, or until its standard input ends. Prints one JSON object with its counts.
@@ -73,9 +73,8 @@ def one(ports: list[int]) -> None:
         if not why:
             return
         counts["retries"] += retried_to is not None
-        failures.append(
-            f"{time.strftime('%H:%M:%S')} {first}: {why}" + (f"; then {retried_to}: {again}" if again else "")
-        )
+        then = f"; then {retried_to}: {again}" if again else ""
+        failures.append(f"{time.strftime('%H:%M:%S')} {first}: {why}{then}")
         counts["failed"] += bool(again)
 
 
