@@ -153,6 +153,11 @@ def _combine(signs: Sequence[Sign], log: Log, facts: Facts, phase: str) -> list[
             named = {hit["arch"] for hit in _ARCH.finditer(sign.evidence)}
             if named and facts.compute_cap.replace(".", "") not in named:
                 sign = replace(sign, code="arch_list_wrong", detail="arch_list_wrong")
+        hidden = _not_imported(sign.evidence, log) if sign.code == "model_unsupported" else ""
+        if hidden and re.search(r"No module named|cannot import name|undefined symbol|has no attribute", hidden):
+            sign = replace(sign, code="package_mismatch", detail="package_broken", evidence=hidden)
+        elif hidden and "returned non-zero exit status" in hidden:
+            sign = replace(sign, code="jit_build_failed", detail="jit_build_failed", evidence=hidden)
         weak = sign.code == "host_oom" and sign.strength == SYMPTOM
         if weak and (facts.oom_kills is not None or phase in ("ready", "warmup", "graphs")):
             continue  # exit code -9 alone: only while weights are loaded, and only as long as nothing else is known
@@ -185,10 +190,22 @@ def _combine(signs: Sequence[Sign], log: Log, facts: Facts, phase: str) -> list[
         ):
             continue  # pins that are not met explain some failures, not any
         out.append(sign)
-    said = any(event.kind == "exception" for event in log.events)
-    if said and all(sign.fact and sign.strength < CAUSE for sign in out):
-        return []  # an exception that nothing explains: the host's oddities are no reason to guess
+    explained = {sign.line for sign in out}
+    if any(event.kind == "exception" and event.line not in explained for event in log.events):
+        # an exception that nothing explains: chatter is no reason to guess, nor are the host's oddities alone
+        out = [sign for sign in out if not sign.chatter]
+        if all(sign.fact and sign.strength < CAUSE for sign in out):
+            return []
     return out
+
+
+def _not_imported(evidence: str, log: Log) -> str:
+    """Return why the engine has no code for an architecture that it knows: its module could not be imported."""
+    wanted = re.search(r"\['(?P<family>[A-Z][a-z]+)", evidence)
+    if not wanted or "not supported for now" not in evidence:
+        return ""
+    module = re.compile(rf"when loading \S*\.models\.{wanted['family'].lower()}\w*[.:]")
+    return next((line for line in log.ignored if module.search(line)), "")
 
 
 def _key(sign: Sign) -> tuple[int, bool, tuple[int, int], int]:
@@ -220,6 +237,8 @@ def _unknown(log: Log, facts: Facts, phase: str, options: EngineOptions | None) 
     lines = [first.text] if first else []
     if first and first.frames:
         lines.append(f"in {first.frames[-1]}")
+    if not lines and facts.symptom:
+        lines = [facts.symptom]
     if not lines:
         lines = (log.before_wrapper or list(log.last))[-2:]
     if facts.exit_code and not first:

@@ -85,6 +85,7 @@ class Facts:
     answers: Sequence[Answer] = ()
     wrong: Mapping[str, str] = field(default_factory=dict)  # what the probe said: code, detail, evidence
     standing: str = ""  # requests run while no token comes
+    symptom: str = ""  # how a server that runs was found not to answer
 
 
 def fact_signs(facts: Facts, log: Log) -> list[Sign]:
@@ -177,7 +178,9 @@ def _memory(facts: Facts, log: Log, add: Add) -> None:
             CAUSE if short else HINT,
         )
     if facts.shm_mib is not None and facts.shm_mib < SHM_MIB:
-        add("dev_shm_too_small", "dev_shm_too_small", f"/dev/shm has {facts.shm_mib} MiB", SYMPTOM)
+        nccl = re.compile(r"NCCL.{0,40}unhandled system error|ncclSystemError")
+        strength = CAUSE if any(nccl.search(event.text) for event in log.events) else SYMPTOM
+        add("dev_shm_too_small", "dev_shm_too_small", f"/dev/shm has {facts.shm_mib} MiB", strength)
     if (
         facts.effective_requests is not None
         and facts.wanted_requests

@@ -122,6 +122,7 @@ class Log:
     tail: deque[Event] = field(default_factory=lambda: deque(maxlen=TAIL))
     last: deque[str] = field(default_factory=lambda: deque(maxlen=LAST_LINES))
     before_wrapper: list[str] = field(default_factory=list)  # the last lines above the first wrapper
+    ignored: list[str] = field(default_factory=list)  # models whose code the engine could not import, and why
     phase: str = "none"
     count: int = 0
     last_line: str = ""
@@ -174,6 +175,8 @@ class Reader:
             return
         log.last_line = line
         log.last.append(line[:MAX_TEXT])
+        if line.startswith("Ignore import error when loading") and len(log.ignored) < HEAD:
+            log.ignored.append(line[:MAX_TEXT])
         if not log.ended and WRAPPER.search(line):
             self._wrapper(line)
         self._line(line, rank, stamped=line is not text)

@@ -25,7 +25,22 @@ WARNINGS = frozenset(
 )
 
 
-FALLBACK = re.compile(r"\bfall(?:ing|s)? ?back\b|\bfallback\b|\brolling back\b", re.IGNORECASE)
+# It found another way: what a server says that goes on.
+FALLBACK = re.compile(
+    r"\bfall(?:ing|s)? ?back\b|\bfallback\b|\broll(?:ing|s)? back\b|\bdisabl(?:ed|ing)\b|\bskip(?:ping|ped|s)?\b"
+    r"|\b(?:keep|retain|continu)ing\b|\boverrid(?:den|ing)\b|\b(?:re-?download|auto-?repair|removed|removing|created"
+    r"|trying port|will download)\b|\beagerly\b|\brefusing \S+ to avoid|^Use \S+ as the |^Setting "
+    r"|\bis not available\.$|\bit is recommended to\b|\bunavailable\b.{0,60}\b(?:requires|because)\b"
+    r"|\busing (?:the )?[\w-]+ .{0,20}\b(?:path|kernel)\b",
+    re.IGNORECASE,
+)
+# It did something about it, which may not have been enough: no reason when there is an exception that nothing explains.
+COPED = re.compile(
+    r"\binstead\b(?! of)|\bsanitized\b|\bTruncated\b|\bwaiting for \S+ seconds\b|\bis capped to\b|\bignored\b"
+    r"|\bENABLED\b|\bloaded as generic\b|\bis still\b|\bgoverns\b|^\[unified-memory-pool\]"
+    r"|\bCould not (?:create|infer)\b|\bNot enough free disk space\b",
+    re.IGNORECASE,
+)
 
 
 @dataclass(frozen=True)
@@ -52,6 +67,7 @@ class Sign:
     line: int = 0  # of the log; 0 = a fact of the host
     wrapped: bool = False
     fact: bool = False
+    chatter: bool = False  # a line of a server that may have gone on: a hint, a symptom, or one that says it coped
 
 
 def rule(
@@ -88,14 +104,17 @@ def match(rules: Sequence[Rule], events: Iterable[Event]) -> list[Sign]:
                 continue
             if item.check and not item.check(hit):
                 continue
-            if event.kind in ("log", "warning") and item.strength == CAUSE and FALLBACK.search(event.text):
-                continue  # it found another way
-            strength = item.strength
+            plain = event.kind in ("log", "warning")
+            if plain and item.strength == CAUSE and FALLBACK.search(event.text) and "CUDA error" not in event.text:
+                continue
+            strength, coped = item.strength, plain and bool(COPED.search(event.text))
             if event.kind == "warning" and strength == CAUSE:
                 if item.code not in WARNINGS:
                     continue
                 strength = HINT
-            found.append(Sign(item.code, item.detail, strength, event.text, event.line, event.wrapped))
+            chatter = coped or (plain and strength < CAUSE and item.code not in WARNINGS)
+            chatter = chatter or (plain and item.code == "backend_unsupported_on_gpu")  # how backends are chosen
+            found.append(Sign(item.code, item.detail, strength, event.text, event.line, event.wrapped, chatter=chatter))
     return found
 
 
@@ -145,6 +164,7 @@ DEVICE_RULES = (
         "gpu_hardware_fault",
         r"uncorrectable (?:volatile )?(?:ECC|NVLink)|uncorrectable ECC error|fallen off the bus|\bGPU is lost"
         r"|ECCUncorrectable|NvlinkUncorrectable|GPU recovery action changed|GPU requires (?:a )?reset"
+        r"|_issueRpcAndWait|rpcSendMessage failed|GspRmFree failed|IN_FULLCHIP_RESET|GPU_ATTACHED_SANITY_CHECK failed"
         r"|needs? (?:to be )?reset|RmInitAdapter failed|GSP task watchdog timeout|_kgspRpc|GSP (?:RPC"
         r"|firmware) (?:timeout"
         r"|crash)|Timeout (?:after|waiting).*GSP|PMU has halted|row.?remap\w* (?:fail|pending)|NVLink: .*fatal"
@@ -195,6 +215,7 @@ DEVICE_RULES = (
         r"|No accelerator \(CUDA|cudaErrorNoDevice|could not select device driver \"?\"? ?with capabilities"
         r"|no (?:CUDA )?(?:GPU|device)s? (?:is |are |was |were )?(?:detected|visible)"
         r"|\bunknown or invalid runtime name: nvidia",
+        no=r"Expected variant",
     ),
     rule(
         "driver_unavailable",
@@ -237,6 +258,7 @@ DEVICE_RULES = (
         "driver_too_old",
         r"driver on your system is too old|CUDA driver version is insufficient"
         r"|Please update your GPU driver|unsatisfied condition: (?:cuda|driver|brand)"
+        r"|undefined symbol:? \W?(?-i:cu[A-Z]\w+)"
         r"|InsufficientDriver|driver is (?:too old|outdated)|requires (?:a )?(?:newer"
         r"|minimum) (?:NVIDIA )?driver|minimum (?:required )?driver version|STUB_LIBRARY"
         r"|CUDA driver is a stub",

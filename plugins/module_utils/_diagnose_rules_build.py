@@ -116,6 +116,7 @@ BUILD_RULES = (
         r"|un)\W?(?:supported|recognized|defined)|LLVM ERROR: .*sm_\d+|unknown (?:target"
         r"|gpu) (?:CPU )?['\"]?sm_\d+",
     ),
+    rule("nvcc_too_old_for_gpu", "ptxas_too_old_for_gpu", r"PTXASError: |Internal Triton PTX codegen error", SYMPTOM),
     rule(
         "arch_list_wrong",
         "arch_list_wrong",

@@ -33,6 +33,14 @@ CACHE_RULES = (
     rule(
         "jit_contention",
         "jit_race",
+        r"ninja: error: (?:opening|loading|writing to|recompacting) (?:the )?(?:build|deps) log"
+        r"|ninja: (?:error|warning): (?:premature end of file|failed recompaction|bad deps log)",
+        no=r"Permission denied|Read-only|No space",
+    ),
+    rule("jit_contention", "jit_lock_wait", r"\bfilelock/_api\.py", HINT, no=r"hugging"),
+    rule(
+        "jit_contention",
+        "jit_race",
         r"corrupt\w* (?:compil\w+|cache|artifact)|(?:compil\w+|cache) artifacts?.{0,40}(?:clobber"
         r"|corrupt|overwrit)|clobber",
     ),
@@ -82,6 +90,13 @@ CACHE_RULES = (
         r"|UnicodeDecodeError",
         frame=r"triton/(?:runtime|compiler)|codecache|inductor|flashinfer/(?:jit|autotuner)|torch/_?dynamo"
         r"|compiler_interface|caching|backends\.py|fx_passes",
+    ),
+    rule(
+        "jit_cache_bad",
+        "jit_cache_stale",
+        r"^(?:Assertion|Runtime|Key|Attribute|Type|Value|Index)Error\b",
+        HINT,
+        frame=r"compilation/caching\.py:|aot_compile\.py:|standalone_compile\.py:|codecache\.py:load",
     ),
     rule(
         "jit_cache_bad", "jit_cache_wrong_arch", rf"no kernel image.*{CACHE_PATH}|{CACHE_PATH}\S*\.so.*no kernel image"
@@ -146,7 +161,7 @@ CACHE_RULES = (
     rule(
         "cubin_unavailable",
         "cubin_prefetch_incomplete",
-        r"Artifact not found locally|cubins?\b.{0,40}(?:not found|missing|incomplete|does not exist)"
+        r"Artifact not found locally|cubins?\b(?!-).{0,40}(?:not found|missing|incomplete|does not exist)"
         r"|FLASHINFER_NO_DOWNLOAD|missing cubins?",
     ),
     rule(
@@ -238,6 +253,20 @@ LIBRARY_RULES = (
         r"|TypeError): .*(?:incompatible function arguments|has no attribute '(?:plan|forward|run"
         r"|begin_forward)')|Mismatched (?:number of arguments|type on argument)",
         frame=r"flashinfer|sgl_kernel|triton|xgrammar|tvm_ffi|outlines|deep_gemm|flash_attn|vllm/_",
+    ),
+    rule(
+        "package_mismatch",
+        "package_broken",
+        r"^(?:Attribute|Type|Name|Import|Value|Runtime|Key|Assertion)Error\b",
+        HINT,
+        frame=r":<module>\Z|transformers/utils/import_utils\.py:|importlib/metadata",
+        no=r"CUDA_HOME|cuda_home|nvcc|HIP|ROCM",
+    ),
+    rule(
+        "package_mismatch",
+        "api_mismatch",
+        r"TypeError: \S+\(\) (?:got an unexpected keyword argument|missing \d+ required positional)",
+        HINT,
     ),
     rule(
         "package_mismatch",

@@ -32,7 +32,7 @@ GPU_RULES = (
     rule(
         "backend_unsupported_on_gpu",
         "backend_unsupported_on_gpu",
-        r"Unsupported architecture|Feature '[^']+' (?:not supported|requires)"
+        r"Unsupported architecture\b(?!s)|Feature '[^']+' (?:not supported|requires)"
         r"|\.target\b.{0,30}(?:not support|requires)|Arch conditional MMA|(?:tcgen05|wgmma|mma\.sync"
         r"|cp\.async\.bulk|TMA|setmaxnreg)\b.{0,60}(?:not supported|unsupported|requires|illegal)"
         r"|not supported on \.target|No (?:valid|suitable|supported"
@@ -143,13 +143,16 @@ MEMORY_RULES = (
     rule(
         "gpu_oom",
         "gpu_oom",
-        r"CUDA out of memory|OutOfMemoryError|CUDA error: out of memory|cudaErrorMemoryAllocation"
+        r"(?:CUDA graphs?|graph capture|GPU|VRAM)\b.{0,60}\b(?:out[- ]of[- ]memory|OOM\b(?!.?kill))"
+        r"|\b(?:out[- ]of[- ]memory|OOM\b(?!.?kill)).{0,60}\b(?:CUDA graphs?|graph capture|GPU|VRAM)"
+        r"|CUDA out of memory|OutOfMemoryError|CUDA error: out of memory|cudaErrorMemoryAllocation"
         r"|CUDA_ERROR_OUT_OF_MEMORY|(?:CUDNN|CUBLAS)_STATUS_ALLOC_FAILED"
         r"|CUBLAS_STATUS_NOT_INITIALIZED|HIP out of memory|Failed to (?:allocate"
         r"|cuda)\w* .{0,40}(?:GPU|device) memory|NCCL.{0,60}(?:Failed to CUDA (?:malloc|calloc)"
         r"|out of memory)|Cuda failure 2 'out of memory'|(?:cudaMalloc"
         r"|cuMem\w+)\b.{0,40}(?:out of memory|failed)|Workspace buffer overflow|BufferOverflow"
         r"|allocate (?:a )?(?:workspace|batch_\w+).{0,60}(?:overflow|size)",
+        no=r"\bIf you (?:hit|see|encounter|run into)\b",
     ),
     rule(
         "host_oom",
@@ -195,13 +198,15 @@ MODEL_RULES = (
         "port_in_use",
         r"address already in use|\bEADDRINUSE\b|\[Errno 98\]|os error 98\b|\bport\b.{0,40}(?:is "
         r"|are )?(?:already )?(?:in use|occupied|being used|used by)|is used by a process already"
-        r"|_port at \d+ is not available|port \d+ is not available|Port is already in use|code: -98"
+        r"|_port at \S+ is not available|port \d+ is not available|Port is already in use|code: -98"
         r"|Could not find (?:a |an )?(?:free|available|open) port|failed to listen on any local"
         r"|cannot bind|could not bind|failed to bind",
     ),
     rule(
         "loopback_via_proxy",
         "loopback_via_proxy",
+        r"Proxy keys should use proper URL|(?:Unknown|unsupported) (?:scheme for )?proxy (?:URL|scheme)"
+        r"|socksio|Missing dependencies for SOCKS|"
         rf"Invalid port: ':'|res=<Response \[{_BAD_STATUS}\]>"
         rf"|GET {_LOOP}\S*\W{{0,3}}.{{0,40}}\b{_BAD_STATUS}\b"
         rf"|\b{_BAD_STATUS}\b.{{0,80}}(?:for url: )?{_LOOP}[:/]\d*|ProxyError.{{0,200}}{_LOOP}"
@@ -359,14 +364,14 @@ RUN_RULES = (
     rule(
         "engine_stalled",
         "nccl_init_hang",
-        r"attaching to shared memory segment|DistBackendError|NCCL error|ncclSystemError"
+        r"attaching to shared memory segment|DistBackendError|NCCL error"
         r"|ncclInternalError|ncclUnhandledCudaError|ncclRemoteError|NCCL WARN|DistStoreError"
         r"|DistNetworkError|Timed out after \d+ seconds waiting for (?:clients|other)|(?:store"
         r"|rendezvous|barrier|all_?reduce|broadcast|collective"
         r"|init_process_group)\b.{0,60}(?:time\w* ?out|timed out|hang\w*|stuck)|Gloo .*(?:timeout"
         r"|timed out|failed)|wait timeout after",
         SYMPTOM,
-        no=r"Address already in use|EADDRINUSE|code: -98",
+        no=r"Address already in use|EADDRINUSE|code: -98|unhandled system error|ncclSystemError|out of memory",
     ),
     rule(
         "engine_stalled",

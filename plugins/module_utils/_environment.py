@@ -12,12 +12,14 @@ from typing import Any
 from ansible_collections.gpufleet.sglang.plugins.module_utils._finding import Finding
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+TORCH_STORE = "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"
+DIGEST_VARIABLE = "GPUFLEET_CONFIG"  # ties a running process to the files it was started with
 _SECRET = re.compile(r"(^|_)(TOKEN|API_?KEY|KEY|SECRET|PASSWORD|PASSWD)(_|$)", re.IGNORECASE)
 _SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _RESERVED = {
     "CUDA_VISIBLE_DEVICES": "List the GPUs in sglang_server_gpus",
     "CUDA_DEVICE_ORDER": "List the GPUs in sglang_server_gpus",
-    "GPUFLEET_CONFIG": "Leave it out: it carries the configuration's fingerprint",
+    DIGEST_VARIABLE: "Leave it out: it carries the configuration's fingerprint",
 }
 
 
@@ -43,6 +45,12 @@ def base_environment(
         "TORCHINDUCTOR_CACHE_DIR": f"{cache_dir}/inductor",
         "TILELANG_CACHE_DIR": f"{cache_dir}/tilelang",
         "TVM_FFI_CACHE_DIR": f"{cache_dir}/tvm-ffi",
+        # One server is one process group of one: torch's store can be a file, which vanishes with the unit's
+        # private /tmp. As a TCP server it listens on all interfaces, whatever address it is given; and gloo
+        # and NCCL listen on the host's own address.
+        TORCH_STORE: "file:///tmp/torch-store",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "NCCL_SOCKET_IFNAME": "lo",
         # With the engine's defaults a server whose child died holds its port for 65 s more.
         "SGLANG_PYSPY_DUMP_BEFORE_CRASH": "false",
         "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "false",
@@ -58,6 +66,16 @@ def base_environment(
     if offline:
         environment["HF_HUB_OFFLINE"] = "1"
     return environment
+
+
+def published_environment(kernels_dir: str, state_dir: str, python_path: str) -> dict[str, str]:
+    """Return what makes a server load published kernels and compile none; FlashInfer still writes a log."""
+    return {
+        "PYTHONPATH": ":".join(part for part in (kernels_dir, python_path) if part),
+        "FLASHINFER_DISABLE_JIT": "1",
+        "SGLANG_CRASH_ON_JIT_COMPILE": "1",
+        "FLASHINFER_WORKSPACE_BASE": f"{state_dir}/flashinfer",
+    }
 
 
 def check_environment(

@@ -79,6 +79,7 @@ class Seen:
     wrong: Mapping[str, str] = field(default_factory=dict)
     children_dead: Sequence[str] = ()
     standing: str = ""
+    symptom: str = ""
 
 
 def collect(runner: Runner, instance: Instance, seen: Seen, proc: str = "/proc") -> Facts:
@@ -126,6 +127,7 @@ def collect(runner: Runner, instance: Instance, seen: Seen, proc: str = "/proc")
         wrong=seen.wrong,
         children_dead=seen.children_dead,
         standing=seen.standing,
+        symptom=seen.symptom,
         proxy=proxy_problem(instance.environment),
         **known,
     )

@@ -12,7 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ansible_collections.gpufleet.sglang.plugins.module_utils._finding import Finding
+from ansible_collections.gpufleet.sglang.plugins.module_utils import _spelling
+from ansible_collections.gpufleet.sglang.plugins.module_utils._finding import WARNING, Finding
 from ansible_collections.gpufleet.sglang.plugins.module_utils._options import EngineOptions
 
 
@@ -42,7 +43,6 @@ SETTINGS: dict[str, Setting] = {
     "chunked_prefill_size": Setting("tokens", ("chunked-prefill-size",)),
     "attention_backend": Setting("str", ("attention-backend",)),
     "sampling_backend": Setting("str", ("sampling-backend",)),
-    # 0.5.12: -scheduler-; 0.5.16 to 0.5.22: both, the old one deprecated; 0.5.23: only -radix-cache-
     "mamba_strategy": Setting("str", ("mamba-radix-cache-strategy", "mamba-scheduler-strategy")),
     "reasoning_parser": Setting("str", ("reasoning-parser",)),
     "tool_call_parser": Setting("str", ("tool-call-parser",)),
@@ -156,11 +156,16 @@ def typed(kind: str, value: Any) -> tuple[Any, str | None]:
 
 
 def settings_flags(
-    settings: Mapping[str, Any], options: EngineOptions | None, where: str, gpu: int | None = None
+    settings: Mapping[str, Any],
+    options: EngineOptions | None,
+    where: str,
+    gpu: int | None = None,
+    version: str = "",
 ) -> tuple[list[Flag], list[Finding]]:
     """Turn stable settings into flags that the installed engine knows.
 
-    Without its option list the newest names are taken. where names the variables in messages
+    Without its option list the table of releases says what version calls them, and without an answer there
+    the newest names are taken. where names the variables in messages
     (sglang_server_* or the GPU's entry of sglang_server_instances).
     """
     flags: list[Flag] = []
@@ -175,7 +180,11 @@ def settings_flags(
             continue
         if setting.kind == "bool" and value is not setting.when:
             continue
-        chosen = setting.flags[0] if options is None else next((f for f in setting.flags if _usable(f, options)), None)
+        chosen: str | None
+        if options is None:
+            chosen = _spelling.spelling(setting.flags, version) or setting.flags[0]
+        else:
+            chosen = next((flag for flag in setting.flags if _usable(flag, options)), None)
         if chosen is None:
             findings.append(_no_flag(name, setting, options, where, gpu))
             continue
@@ -218,6 +227,7 @@ def extra_flags(
             continue
         flag = Flag(name, values)
         findings.extend(_checked(flag, options, f"{where}extra_args", gpu))
+        findings.extend(_deprecated(name, options, where, gpu))
         flags.append(flag)
     return flags, findings
 
@@ -243,6 +253,19 @@ def _usable(flag: str, options: EngineOptions) -> bool:
     return found is not None and not found.refused
 
 
+def _deprecated(name: str, options: EngineOptions | None, where: str, gpu: int | None) -> list[Finding]:
+    option = options.find(name) if options else None
+    if options is None or option is None or option.refused:
+        return []
+    instead = option.message or _spelling.deprecated(name, options.version)
+    if not instead and "Deprecated" not in option.action:
+        return []
+    text = f"{where}extra_args: --{name} is deprecated in SGLang {options.version}" + (
+        f": {instead}" if instead else ""
+    )
+    return [Finding("flag_deprecated", text, "It works now; the next release may refuse it", WARNING, gpu)]
+
+
 def _unknown(name: str, options: EngineOptions, where: str, gpu: int | None) -> Finding:
     near = [f"--{normalise(item)}" for item in options.suggest(name)]
     stable = next((key for key, setting in SETTINGS.items() if name in setting.flags), None)
@@ -251,6 +274,8 @@ def _unknown(name: str, options: EngineOptions, where: str, gpu: int | None) -> 
     else:
         remedy = f"Did you mean {' or '.join(near)}" if near else "The engine's option list lies beside plan.json"
     text = f"{where}extra_args: --{name} is not an option of SGLang {options.version}"
+    past = _spelling.history(name, options.version)
+    text += f" ({past})" if past else ""
     return Finding("unknown_flag", text, remedy, gpu=gpu)
 
 

@@ -51,6 +51,7 @@ class GpuProcess:
     command: str
     unit: str | None = None
     used_mib: int | None = None
+    orphan: bool = False  # a part of an engine whose server is gone
 
 
 @dataclass(frozen=True)
@@ -182,8 +183,20 @@ def with_processes(
             continue
         # a process name may hold commas
         command = ", ".join(row[2:-1]).strip()
-        found.setdefault(row[0], []).append(GpuProcess(pid, command, unit_of_pid(pid, proc), _int(_value(row[-1]))))
+        used = _int(_value(row[-1]))
+        process = GpuProcess(pid, command, unit_of_pid(pid, proc), used, _is_orphan(pid, command, proc))
+        found.setdefault(row[0], []).append(process)
     return [replace(gpu, processes=found.get(gpu.uuid or "", [])) for gpu in gpus], []
+
+
+def _is_orphan(pid: int, command: str, proc: str) -> bool:
+    """Say whether a process is an engine's child that init has inherited: nothing will ever stop it."""
+    try:
+        status = Path(f"{proc}/{pid}/status").read_text(encoding="utf-8", errors="replace")
+        title = Path(f"{proc}/{pid}/cmdline").read_bytes().decode(errors="replace")
+    except OSError:
+        return False
+    return "sglang::" in f"{command} {title}" and bool(re.search(r"^PPid:\s*1$", status, re.MULTILINE))
 
 
 def kernel_module_version(proc: str = "/proc") -> str:

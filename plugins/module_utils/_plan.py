@@ -11,7 +11,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ansible_collections.gpufleet.sglang.plugins.module_utils import _model
-from ansible_collections.gpufleet.sglang.plugins.module_utils._environment import base_environment, check_environment
+from ansible_collections.gpufleet.sglang.plugins.module_utils._environment import (
+    TORCH_STORE,
+    base_environment,
+    check_environment,
+    published_environment,
+)
 from ansible_collections.gpufleet.sglang.plugins.module_utils._finding import WARNING, Finding, errors, warnings
 from ansible_collections.gpufleet.sglang.plugins.module_utils._flags import (
     SETTINGS,
@@ -38,6 +43,7 @@ class PlanSettings:
     model: str
     venv: str
     release: str
+    version: str = ""  # of the engine that is to be, for its spelling while it is not installed yet
     device: str = "cuda"
     gpus: Sequence[object] = ()
     instances: Sequence[Mapping[str, Any]] = ()
@@ -51,6 +57,7 @@ class PlanSettings:
     config_dir: str = "/etc/sglang"
     state_dir: str = "/var/lib/sglang"
     cache_dir: str = "/var/cache/sglang"
+    kernels_dir: str = ""  # of published kernels; "" where servers may compile
     unit_dir: str = "/etc/systemd/system"
 
 
@@ -89,10 +96,10 @@ def build_plan(
     canary, wrong = _canary(settings, slots)
     found.extend(wrong)
     if options is None:
-        text = "the engine's option list is not there yet: flags have their newest names and were not checked"
+        text = "the engine's option list is not there yet: flags are spelled by the version's name and were not checked"
         found.append(Finding("flags_unchecked", text, "The deploy checks them once the engine is installed", WARNING))
 
-    fleet_flags, wrong = _flags(settings.settings, settings.extra_args, options, "sglang_server_", None)
+    fleet_flags, wrong = _flags(settings, settings.settings, settings.extra_args, options, "sglang_server_", None)
     found.extend(wrong)
     fleet_environment, wrong = check_environment(settings.environment, "sglang_server_")
     found.extend(wrong)
@@ -135,14 +142,19 @@ def describe(plan: Plan, gpus: Sequence[Gpu]) -> list[str]:
 
 
 def _flags(
-    settings: Mapping[str, Any], extra: Mapping[str, Any], options: EngineOptions | None, where: str, gpu: int | None
+    plan: PlanSettings,
+    settings: Mapping[str, Any],
+    extra: Mapping[str, Any],
+    options: EngineOptions | None,
+    where: str,
+    gpu: int | None,
 ) -> tuple[list[Flag], list[Finding]]:
     found = [
         Finding("unknown_setting", f"{where}{name} is not a setting{nearest(name, list(SETTINGS))}", gpu=gpu)
         for name in settings
         if name not in SETTINGS
     ]
-    flags, wrong = settings_flags(settings, options, where, gpu)
+    flags, wrong = settings_flags(settings, options, where, gpu, plan.version)
     extra_list, extra_wrong = extra_flags(extra, flags, options, where, gpu)
     return [*flags, *extra_list], [*found, *wrong, *extra_wrong]
 
@@ -167,6 +179,7 @@ def _own(
     if own or extra:
         merged = {**settings.settings, **own}
         flags, wrong = _flags(
+            settings,
             {name: merged[name] for name in merged if name in SETTINGS},
             {**settings.extra_args, **extra},
             options,
@@ -174,7 +187,8 @@ def _own(
             slot.gpu,
         )
         fleet_wrong = {
-            _essence(item) for item in _flags(settings.settings, settings.extra_args, options, where, slot.gpu)[1]
+            _essence(item)
+            for item in _flags(settings, settings.settings, settings.extra_args, options, where, slot.gpu)[1]
         }
         found.extend(item for item in wrong if _essence(item) not in fleet_wrong)
     environment, wrong = check_environment(slot.overrides.get("environment") or {}, where, slot.gpu)
@@ -212,6 +226,11 @@ def _instance(
         gpu=visible,
         offline=_model.kind_of(settings.model) == _model.FOLDER,
     )
+    if any(flag.name in ("nccl-port", "dist-init-addr") for flag in flags):
+        base.pop(TORCH_STORE)  # it would win over them
+    merged = {**base, **environment}
+    if settings.kernels_dir:
+        merged.update(published_environment(settings.kernels_dir, settings.state_dir, merged.get("PYTHONPATH", "")))
     return Instance(
         gpu=slot.gpu,
         unit=slot.unit,
@@ -222,7 +241,7 @@ def _instance(
             *_fixed(settings, slot, served),
             *(word for flag in flags for word in flag.argv()),
         ],
-        environment={**base, **environment},
+        environment=merged,
         environment_file=f"{settings.config_dir}/{slot.gpu}.env",
         unit_file=f"{settings.unit_dir}/{slot.unit}",
         uuid=slot.uuid,

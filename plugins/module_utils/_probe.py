@@ -34,6 +34,10 @@ class ProbeError(Exception):
     """A request got no usable answer; the message says which and how."""
 
 
+class WrongAnswer(ProbeError):
+    """There is an answer, complete and in time, and no model gives such a one."""
+
+
 @dataclass(frozen=True)
 class ProbeOptions:
     """What to ask, and how long to wait for the whole answer."""
@@ -158,6 +162,8 @@ class Probe:
             wrong = self.wrong(answer)
             if wrong:
                 return ProbeResult(reason=wrong.evidence, wrong=asdict(wrong))
+        except WrongAnswer as exc:
+            return ProbeResult(reason=str(exc), wrong=asdict(Finding("output_wrong", "output_garbage", str(exc))))
         except ProbeError as exc:
             return ProbeResult(reason=str(exc), starting="Connection refused" in str(exc))
         return ProbeResult(ok=True, **answer, **self.info())
@@ -222,7 +228,7 @@ class Probe:
         if times and kind is None:
             raise ProbeError(f"POST /generate broke off after {times[-1][1]} tokens")
         if not times:
-            raise ProbeError("POST /generate answered 200 but no tokens came back")
+            raise WrongAnswer("POST /generate answered 200 but no tokens came back")
         (first, at_first), (end, count) = times[0], times[-1]
         rate = (count - at_first) / (end - first) if count > at_first and end > first else None
         text = last.get("text")
@@ -285,7 +291,7 @@ def _event(line: bytes) -> dict[str, Any] | None:
     try:
         data = json.loads(payload)
     except ValueError:
-        raise ProbeError(f"POST /generate answered something else: {_body_text(payload)}") from None
+        raise WrongAnswer(f"POST /generate answered something else: {_body_text(payload)}") from None
     return data if isinstance(data, dict) else None
 
 

@@ -268,6 +268,7 @@ def _build(
                 text = output.read().decode("utf-8", errors="replace")
             raise ReleaseError([explain(what, rc, text, str(log))], str(log))
     shutil.rmtree(scratch, ignore_errors=True)
+    (folder / ".lock").unlink(missing_ok=True)  # uv's own, which everybody may write
     verified = _verified(spec, pins, tools, spec.folder)
     found = verified.interpreter
     if found is None:

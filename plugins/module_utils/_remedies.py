@@ -38,6 +38,11 @@ class Remedy:
     before: float | None
     after: float
     evidence: str = ""
+    uuid: str | None = None  # of the GPU, which inventories may name in place of its index
+
+    def names(self, wanted: object) -> bool:
+        """Say whether an inventory's name of a GPU means this one."""
+        return names_gpu(wanted, self.gpu, self.uuid)
 
     def text(self) -> str:
         """Say it in one line."""
@@ -65,7 +70,9 @@ def choose(server: Mapping[str, Any], limits: Mapping[str, Any], current: float 
         if step > 0 and wanted:
             after = max(after, round(float(wanted.group(1)) + 0.02, 3))
         allowed = (after <= limit if step > 0 else after >= limit) and 0 < after < 1
-    return Remedy(int(server["gpu"]), code, setting, current, after, evidence[:300]) if allowed else None
+    if not allowed:
+        return None
+    return Remedy(int(server["gpu"]), code, setting, current, after, evidence[:300], server.get("uuid"))
 
 
 def current_value(
@@ -105,26 +112,38 @@ def valid(
     instances: Sequence[Mapping[str, Any]],
     settings: Mapping[str, Any],
     environment: Mapping[str, Any],
+    gpus: Sequence[object] = (),
 ) -> dict[int, Remedy]:
-    """Return the remedies that still hold: allowed, and the inventory asks for the value that failed."""
+    """Return the remedies that still hold: allowed, of a GPU in use, and the inventory asks for the value that failed.
+
+    gpus: the inventory's names of those in use, () for all.
+    """
     held = {}
     for gpu, item in remedies.items():
-        own = own_entry(instances, gpu)
+        if gpus and not any(item.names(wanted) for wanted in gpus):
+            continue
+        own = own_entry(instances, gpu, item.uuid)
         if limits.get(item.code) is not None and current_value(item.setting, own, settings, environment) == item.before:
             held[gpu] = item
     return held
 
 
-def own_entry(instances: Sequence[Mapping[str, Any]], gpu: int) -> Mapping[str, Any]:
+def names_gpu(wanted: object, gpu: int, uuid: str | None) -> bool:
+    """Say whether an inventory's name of a GPU (index, UUID or its beginning) means this one."""
+    text = str(wanted).strip().lower()
+    return text == str(gpu) or (len(text) > len("GPU-") and bool(uuid) and str(uuid).lower().startswith(text))
+
+
+def own_entry(instances: Sequence[Mapping[str, Any]], gpu: int, uuid: str | None = None) -> Mapping[str, Any]:
     """Return a GPU's entry of sglang_server_instances."""
-    return next((item for item in instances if str(item.get("gpu")) == str(gpu)), {})
+    return next((item for item in instances if names_gpu(item.get("gpu"), gpu, uuid)), {})
 
 
 def merged(instances: Sequence[Mapping[str, Any]], held: Mapping[int, Remedy]) -> list[dict[str, Any]]:
     """Return the inventory's entries with the remedies in them."""
     entries = [dict(item) for item in instances]
     for gpu, item in held.items():
-        entry = next((one for one in entries if str(one.get("gpu")) == str(gpu)), None)
+        entry = next((one for one in entries if item.names(one.get("gpu"))), None)
         if entry is None:
             entry = {"gpu": str(gpu)}
             entries.append(entry)

@@ -8,55 +8,31 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import fcntl
+import filecmp
+import hashlib
 import json
 import os
+import re
 import shutil
-import stat
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ansible_collections.gpufleet.sglang.plugins.module_utils._toolkit_compose import Entry
+from ansible_collections.gpufleet.sglang.plugins.module_utils._toolkit_folder import LOCK, MARK, check_folder
 from ansible_collections.gpufleet.sglang.plugins.module_utils._toolkit_layout import RECORD
 
-MARK = ".gpufleet-cuda"  # in a folder that is ours
-LOCK = ".lock"
+WHEELS = "gpufleet-wheels.json"  # in a private set of wheels
 LOCK_TIMEOUT = 1800.0
+NOTE = "made by gpufleet.sglang: CUDA_HOME folders composed of links, safe to remove\n"
+MADE = "made too: "  # folders above it, from the lowest one on
+_LEFT = re.compile(r"[\w.]+-[0-9a-f]+\.(new|old)")  # a tree or a private set on its way in or out
 _EXCHANGE = 2
 
 
 class ApplyError(Exception):
     """The tree cannot be written; the message names the folder and the remedy."""
-
-
-def check_folder(folder: str, uid: int) -> str:
-    """Return why the folder of trees is not safe to write to, "" when it is (or is not there yet)."""
-    if not folder.startswith("/") or ":" in folder or any(char.isspace() for char in folder):
-        return f"{folder}: the folder must be absolute, without colons and blanks"
-    try:
-        status = os.lstat(folder)
-    except FileNotFoundError:
-        return ""
-    except OSError as exc:
-        return f"{folder}: {exc.strerror}"
-    if not stat.S_ISDIR(status.st_mode):
-        return f"{folder} is {'a link' if stat.S_ISLNK(status.st_mode) else 'no folder'}: name the folder itself"
-    if status.st_uid not in (uid, 0):
-        return (
-            f"{folder} belongs to user {status.st_uid}: they could swap what is compiled with. Use a folder of its own"
-        )
-    if status.st_mode & 0o022:
-        return f"{folder} can be written to by others (mode {stat.S_IMODE(status.st_mode):04o}): take that away"
-    for name in ("wheels", "in-place", MARK, ".users"):
-        if os.path.islink(f"{folder}/{name}"):
-            return f"{folder}/{name} is a link: nothing is written through it"
-    try:
-        if not os.path.isfile(f"{folder}/{MARK}") and set(os.listdir(folder)) - {LOCK}:
-            return f"{folder} holds files that are not ours. Name an empty folder, or one that does not exist"
-    except OSError as exc:
-        return f"{folder}: {exc.strerror}"
-    return ""
 
 
 @contextlib.contextmanager
@@ -66,7 +42,8 @@ def locked(folder: str, clock: Callable[[], float] = time.monotonic) -> Iterator
     if problem:
         raise ApplyError(problem)
     try:
-        for path in reversed([Path(folder), *Path(folder).parents]):
+        made = [path for path in [Path(folder), *Path(folder).parents] if not path.exists()]
+        for path in reversed(made):
             if not path.exists():
                 path.mkdir(exist_ok=True)
                 path.chmod(0o755)  # whatever the umask
@@ -83,38 +60,77 @@ def locked(folder: str, clock: Callable[[], float] = time.monotonic) -> Iterator
                 if clock() > deadline:
                     raise ApplyError(f"{folder}: another run holds {folder}/{LOCK}") from None
                 time.sleep(0.1)
-        mark = Path(folder, MARK)
-        if not mark.exists():
-            mark.write_text(
-                "made by gpufleet.sglang: CUDA_HOME folders composed of links, safe to remove\n", encoding="utf-8"
-            )
-        _sweep(folder)
+        problem = check_folder(folder, os.geteuid())  # somebody may have been quicker to make it
+        if not problem and not _same(handle, f"{folder}/{LOCK}"):
+            problem = f"{folder} was taken back by another run meanwhile: run this again"
+        if problem:
+            raise ApplyError(problem)
+        try:
+            mark = Path(folder, MARK)
+            if not mark.exists():
+                above = "".join(f"{MADE}{path}\n" for path in made[1:])
+                mark.write_text(f"{NOTE}{above}", encoding="utf-8")
+            _sweep(folder)
+        except OSError as exc:
+            raise ApplyError(f"{exc.filename or folder}: {exc.strerror}: correct that, or give another folder") from exc
         yield
     finally:
         os.close(handle)
 
 
+def _same(handle: int, path: str) -> bool:
+    try:
+        return os.path.samestat(os.fstat(handle), os.lstat(path))
+    except OSError:
+        return False
+
+
 def _sweep(folder: str) -> None:
-    """Take away what killed runs left."""
-    for path in [*Path(folder).glob("*.new"), *Path(folder).glob("*.old"), *Path(folder, "wheels").glob("*.new")]:
+    """Take away what killed runs left; only names that we give."""
+    for place in (folder, f"{folder}/wheels"):
+        for path in Path(place).glob("*-*.*"):
+            if _LEFT.fullmatch(path.name):
+                remove_tree(str(path))
+    for path in [*Path(folder).glob("..users.*"), *Path(folder, "in-place").glob(".*.json.*")]:
         remove_tree(str(path))
 
 
 def intact(path: str, entries: Sequence[Entry]) -> bool:
-    """Tell whether a tree is there, has every entry as planned, and every link leads somewhere."""
-    if os.path.islink(path) or not os.path.isfile(f"{path}/{RECORD}"):
+    """Tell whether a tree is there with all that was planned, each entry whole, and with nothing else."""
+    if os.path.islink(path) or not os.path.isdir(path):
         return False
-    for entry in entries:
-        name = f"{path}/{entry.path}"
-        if entry.kind == "link":
-            try:
-                if os.readlink(name) != entry.target or not os.path.exists(name):
-                    return False
-            except OSError:
-                return False
-        elif os.path.islink(name) or not os.path.isfile(name) or not os.access(name, os.X_OK):
-            return False
-    return True
+    made = read_record(path).get("made")
+    if not isinstance(made, dict):
+        return False
+    try:
+        names = {
+            f"{base}/{name}"
+            for base, folders, files in os.walk(path)
+            for name in [*files, *(item for item in folders if os.path.islink(f"{base}/{item}"))]
+        }
+        whole = all(_whole(f"{path}/{entry.path}", entry, made.get(entry.path)) for entry in entries)
+    except OSError:
+        return False
+    return whole and names == {f"{path}/{name}" for name in (RECORD, *(entry.path for entry in entries))}
+
+
+def _whole(name: str, entry: Entry, made: str | None) -> bool:
+    if entry.kind == "link":
+        return os.readlink(name) == entry.target and os.path.exists(name)
+    if os.path.islink(name) or not os.path.isfile(name) or not os.access(name, os.X_OK) or digest(name) != made:
+        return False
+    if entry.kind == "copy":
+        return filecmp.cmp(name, entry.target, shallow=False)
+    return entry.kind != "text" or Path(name).read_text(encoding="utf-8") == entry.target
+
+
+def digest(path: str) -> str:
+    """Return the hash of a file's content."""
+    found = hashlib.sha256()
+    with open(path, "rb") as file:
+        for block in iter(lambda: file.read(1 << 20), b""):
+            found.update(block)
+    return found.hexdigest()
 
 
 def write_tree(path: str, entries: Sequence[Entry], record: Mapping[str, Any], stub: Callable[[str, str], int]) -> None:
@@ -138,8 +154,9 @@ def write_tree(path: str, entries: Sequence[Entry], record: Mapping[str, Any], s
                 os.chmod(name, 0o755)
             else:
                 stub(f"{new}/include", name)
+        made = {entry.path: digest(f"{new}/{entry.path}") for entry in entries if entry.kind != "link"}
         with open(f"{new}/{RECORD}", "w", encoding="utf-8") as file:
-            json.dump(dict(record), file, indent=2, sort_keys=True)
+            json.dump({**record, "made": made}, file, indent=2, sort_keys=True)
             file.write("\n")
         os.chmod(f"{new}/{RECORD}", 0o644)
         sync(new)
@@ -223,9 +240,13 @@ def trees(folder: str) -> list[str]:
 
 
 def private_sets(folder: str) -> list[str]:
-    """Return the private sets of wheels in a folder."""
+    """Return the private sets of wheels in a folder: those with our record in them."""
     try:
-        return sorted(str(path) for path in Path(folder, "wheels").iterdir() if path.is_dir() and not path.is_symlink())
+        return sorted(
+            str(path)
+            for path in Path(folder, "wheels").iterdir()
+            if not path.is_symlink() and (path / WHEELS).is_file()
+        )
     except OSError:
         return []
 
@@ -255,13 +276,19 @@ def remove_all(folder: str) -> list[str]:
     """Remove everything that we made in the folder, and the folder when nothing else is in it; returns what went."""
     if os.path.islink(folder) or not os.path.isfile(f"{folder}/{MARK}"):
         return []
-    gone = [*trees(folder), *(path for path in (f"{folder}/wheels", f"{folder}/in-place") if os.path.isdir(path))]
     _sweep(folder)
+    gone = [*trees(folder), *private_sets(folder)]
     for path in gone:
         discard(path)
-    for name in (MARK, ".users", LOCK):
+    for path in (f"{folder}/wheels", f"{folder}/in-place"):  # what others put there stays
+        with contextlib.suppress(OSError):
+            os.rmdir(path)
+    lines = Path(folder, MARK).read_text(encoding="utf-8", errors="replace").splitlines()
+    above = [line[len(MADE) :] for line in lines if line.startswith(MADE)]
+    for name in (".users", MARK, LOCK):
         with contextlib.suppress(FileNotFoundError):
             os.unlink(f"{folder}/{name}")
-    with contextlib.suppress(OSError):
-        os.rmdir(folder)
+    with contextlib.suppress(OSError):  # as far as they are empty
+        for path in [folder, *(path for path in above if folder.startswith(f"{path}/"))]:
+            os.rmdir(path)
     return gone

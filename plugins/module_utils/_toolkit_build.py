@@ -132,15 +132,41 @@ class Build:
             layout = layout_of(self.private.tree, "private")
             nvcc = layout.find("bins", "nvcc") or ""
             self.versions = find_versions(self.runner, layout, replace(self.python, packages=packages), nvcc)
-            if self.python.cuda:
-                self.versions["torch_cuda"] = self.python.cuda
+            if self.python.torch:
+                self.versions["torch_cuda"] = self.python.torch
         if self.cccl and self.cccl.version:
             self.versions["cccl"] = self.cccl.version
 
     def plan_entries(self) -> None:
         """Lay out the tree."""
         driver = comp.driver_library(self.settings.base, multiarch())
-        self.entries = comp.compose(self.sources(), self.cccl, driver)
+        self.entries = comp.compose(self.sources(), self.cccl, driver, whole=self.settings.repair == IN_PLACE)
+
+    def forecast(self) -> str:
+        """Say what the tree will be while sets of wheels are still to be installed: what is known of it, and what not.
+
+        Links to what is there already are known exactly, those to a set as far as every such set has the file.
+        """
+        waiting = self.missing_sets()
+        sources = [comp.Source(self.toolkit.layout, self.toolkit.owned)] if self.private else self.sources()
+        if self.private:
+            sources = [replace(sources[0], without=frozenset(COMPONENTS.values()))]
+        driver = comp.driver_library(self.settings.base, multiarch())
+        lines = [f"{item.folder} ({item.requirement}, to be installed)" for item in waiting]
+        entries = {entry.path: entry.line() for entry in comp.compose(sources, self.cccl, driver)}
+        major = (self._cccl_version() if not self.private else self.python.wanted).lstrip("=").partition(".")[0]
+        tree = f"{waiting[0].folder}/nvidia/cu{major}"
+        if not self.cccl:
+            entries["include/cccl"] = f"include/cccl/... -> a link per file of {tree}/include/cccl"
+            entries["include/nv"] = "include/nv -> cccl/nv"
+        if self.private in waiting:
+            entries.update({name: f"{name} -> {tree}/{name}" for name in comp.EXPECTED})
+            entries["lib/libcudart.so"] = "lib/libcudart.so -> libcudart.so.N, as the set numbers it"
+            if not driver:
+                entries[comp.STUB] = f"{comp.STUB} (generated from {tree}/include/cuda.h)"
+        lines += [entries[name] for name in sorted(entries)]
+        lines += [f"(a link for every other file of {item.requirement}: known once it is there)" for item in waiting]
+        return "".join(f"{line}\n" for line in lines)
 
     @property
     def identity(self) -> str:
@@ -217,7 +243,10 @@ def manifest_of(tree: str) -> str:
             if os.path.islink(path):
                 lines.append(f"{relative} -> {os.readlink(path)}")
             elif os.path.isfile(path) and relative == comp.STUB:
-                lines.append(f"{relative} (generated from {os.readlink(f'{tree}/include/cuda.h')})")
+                header = f"{tree}/include/cuda.h"
+                lines.append(
+                    f"{relative} (generated from {os.readlink(header) if os.path.islink(header) else 'nothing'})"
+                )
             elif os.path.isfile(path) and relative != RECORD:
                 lines.append(f"{relative} (written here)")
     return "".join(f"{line}\n" for line in sorted(lines))

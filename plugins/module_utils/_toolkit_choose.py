@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -37,9 +38,15 @@ class Choice:
 def choose(
     toolkits: Sequence[Toolkit], python: Python, archs: Sequence[str], *, install: bool, in_place: bool
 ) -> Choice:
-    """Choose: the first that composing repairs, else the environment's own with a private set, if that is allowed."""
+    """Choose: the first that composing repairs, else the environment's own with a private set, if that is allowed.
+
+    Where no set may be installed, parts of different versions in the environment stop the run, whatever else the host
+    has: who asks for that wants to hear of it. An environment without nvcc is no such thing.
+    """
     faults = {id(item): _faults(item, archs) for item in toolkits}
     pip = next((item for item in toolkits if item.layout.kind == "pip"), None)
+    if not install and pip and any(code.startswith("skew_") for code in _codes(faults[id(pip)])):
+        return Choice(None, False, [*_refusal([pip], python, faults, install), *_others(toolkits, faults, pip)])
     completable = bool(install and pip and python.wanted and not in_place and _codes(faults[id(pip)]) <= FROM_WHEELS)
     for item in toolkits:
         if in_place and item.layout.kind != "pip":
@@ -71,6 +78,17 @@ def _passed_over(toolkits: Sequence[Toolkit], chosen: Toolkit, faults: dict[int,
     return found
 
 
+def _others(toolkits: Sequence[Toolkit], faults: dict[int, list[Finding]], pip: Toolkit) -> list[Finding]:
+    """Name the toolkits that would do in place of the environment's own."""
+    found = []
+    for item in toolkits:
+        if item is not pip and _codes(faults[id(item)]) <= COMPOSABLE | CCCL_FAULTS:
+            text = f"{item.root} (nvcc {item.versions.get('nvcc', '?')}) would do, and is not used: skew is `fail`"
+            remedy = f"To use it set cuda_toolkit_fix_cuda_home={item.root}, or cuda_toolkit_fix_skew=install"
+            found.append(Finding("toolkit_other", text, remedy, WARNING))
+    return found
+
+
 def _other_minor(toolkit: Toolkit) -> bool:
     return any(item.code == "skew_torch_minor" for item in toolkit.findings)
 
@@ -93,7 +111,8 @@ def _refusal(
     if not toolkits and not found:
         text = "there is no nvcc: not in the venv, not in $CUDA_HOME, not below /usr/local, not on the PATH"
         version = python.wanted or "==13.0.*"
-        remedy = f'Install one: {python.path} -m pip install "cuda-toolkit[nvcc,crt,nvvm,cudart,cccl]{version}"'
+        install_it = f"{shlex.quote(python.path)} -m pip install"
+        remedy = f'Install one: {install_it} "cuda-toolkit[nvcc,crt,nvvm,cudart,cccl]{version}"'
         found.append(Finding("toolkit_absent", text, remedy))
     if install and pip and not python.wanted and not python.split:
         text = "which CUDA torch runs on is not known, so no matching set of wheels can be named"

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,13 +18,20 @@ from ansible_collections.gpufleet.sglang.plugins.module_utils._toolkit_layout im
     LIBRARIES,
     PROGRAMS,
     Layout,
+    layout_of,
     machine_folder,
 )
 from ansible_collections.gpufleet.sglang.plugins.module_utils._toolkit_look import cccl_version
 from ansible_collections.gpufleet.sglang.plugins.module_utils._toolkit_python import Owned, read
 
-SCHEMA = 1
+SCHEMA = 2
 STUB = "lib/stubs/libcuda.so"
+COPIED = {f"bin/{name}" for name in ("nvcc", "ptxas", "cudafe++", "fatbinary", "nvlink")} | {"nvvm/bin/cicc"}
+EXPECTED = (  # of every set of wheels with a compiler
+    *(f"bin/{name}" for name in ("cudafe++", "fatbinary", "nvcc", "nvcc.profile", "nvlink", "ptxas")),
+    *(f"include/{name}" for name in ("crt/host_config.h", "cuda.h", "cuda_fp16.h", "cuda_runtime.h")),
+    *("lib/libcudadevrt.a", "lib/libcudart_static.a", "nvvm/bin/cicc", "nvvm/libdevice/libdevice.10.bc"),
+)
 CCCL_PARTS = ("cuda", "nv", "cub", "thrust")
 DRIVER = (
     "usr/lib/{multiarch}/libcuda.so.1",
@@ -82,8 +89,8 @@ class Cccl:
     version: str = ""
 
 
-def compose(sources: Sequence[Source], cccl: Cccl | None, driver: str = "") -> list[Entry]:
-    """Return the tree's entries; an earlier source wins over a later one."""
+def compose(sources: Sequence[Source], cccl: Cccl | None, driver: str = "", *, whole: bool = False) -> list[Entry]:
+    """Return the tree's entries; an earlier source wins over a later one; whole: CCCL's folders as one link each."""
     found: dict[str, Entry] = {}
     for source in sources:
         for folder in source.layout.bins:
@@ -95,10 +102,12 @@ def compose(sources: Sequence[Source], cccl: Cccl | None, driver: str = "") -> l
     found.update({entry.path: entry for entry in next((item for s in sources for item in [_nvvm(s)] if item), [])})
     if sources[0].layout.shared:  # a distribution's profile names its own places
         found["bin/nvcc.profile"] = Entry("bin/nvcc.profile", "text", PROFILE)
-    for entry in _cccl_entries(cccl, sources):
+    for entry in _cccl_entries(cccl, sources, whole):
         found[entry.path] = entry
     for path, entry in list(found.items()):
-        match = _VERSIONED.fullmatch(os.path.basename(path)) if path.startswith("lib/") else None
+        match = (
+            _VERSIONED.fullmatch(os.path.basename(path)) if path.startswith("lib/") and path.count("/") == 1 else None
+        )
         if match and ".alt." not in path and f"lib/{match.group(1)}" not in found:
             found[f"lib/{match.group(1)}"] = Entry(f"lib/{match.group(1)}", "link", os.path.basename(entry.path))
     found.setdefault("lib64", Entry("lib64", "link", "lib"))
@@ -161,24 +170,51 @@ def _farm(found: dict[str, Entry], source: Source, folder: str, to: str) -> None
     layout = source.layout
     try:
         names = sorted(os.listdir(folder))
-    except OSError:
+    except (FileNotFoundError, NotADirectoryError):
         return
     pattern = {"bin": PROGRAMS, "lib": LIBRARIES, "include": HEADERS}[to] if layout.shared else None
     for name in names:
-        path, target = f"{to}/{name}", f"{folder}/{name}"
-        if path in found or target in layout.hidden or (pattern and not pattern.fullmatch(name)):
+        if pattern and not pattern.fullmatch(name):
             continue
         if (to == "include" and name in ("cccl", *CCCL_PARTS)) or (to == "lib" and name in ("stubs", "python3")):
             continue
-        if to == "bin" and _left_out(source, target):
-            continue
-        if to != "bin" and _left_out(source, target):
-            continue
-        executable = os.access(target, os.X_OK)
-        if to == "bin" and name in ("nvcc", "ptxas", "cudafe++", "fatbinary", "nvlink", "cicc") and not executable:
-            found[path] = Entry(path, "copy", target, identity(source, target))
-            continue
-        found[path] = Entry(path, "link", _aim(source, target), identity(source, target))
+        for entry in _links(source, f"{folder}/{name}", f"{to}/{name}"):
+            found.setdefault(entry.path, entry)
+
+
+def _links(source: Source, top: str, to: str) -> Iterator[Entry]:
+    """Yield a link for a file, or for every file below a folder: never one for a folder."""
+    if not os.path.isdir(top):
+        if os.path.exists(top) and top not in source.layout.hidden and not _left_out(source, top):
+            yield _link(source, top, to)
+        return
+    for base, folders, files in os.walk(top, followlinks=True, onerror=_stop):
+        folders[:] = sorted(f for f in folders if not _loops(f"{base}/{f}", top))
+        place = os.path.relpath(base, top)
+        for name in sorted(files):
+            path = f"{base}/{name}"
+            if os.path.exists(path) and path not in source.layout.hidden and not _left_out(source, path):
+                yield _link(source, path, f"{to}/{name}" if place == "." else f"{to}/{place}/{name}")
+
+
+def _link(source: Source, target: str, path: str) -> Entry:
+    copied = path in COPIED and not os.access(target, os.X_OK)
+    mark = _mark(source, target)
+    return Entry(path, "copy", target, mark) if copied else Entry(path, "link", _aim(source, target), mark)
+
+
+def _stop(error: OSError) -> None:
+    raise error  # a folder that cannot be read is no empty one
+
+
+def _loops(folder: str, top: str) -> bool:
+    """Tell a link to a folder that leads out of its own tree, or back up in it."""
+    if not os.path.islink(folder):
+        return False
+    real, base = os.path.realpath(folder), os.path.realpath(top)
+    return not f"{real}/".startswith(f"{base}/") or f"{os.path.realpath(os.path.dirname(folder))}/".startswith(
+        f"{real}/"
+    )
 
 
 def _aim(source: Source, target: str) -> str:
@@ -187,32 +223,36 @@ def _aim(source: Source, target: str) -> str:
 
 
 def _left_out(source: Source, target: str) -> bool:
-    """Tell whether a file or folder belongs to nothing but wheels that are to be left out."""
-    if not source.without:
-        return False
-    relative = os.path.relpath(target, source.layout.root)
-    owners = {o.dist for path, o in source.owned.items() if path == relative or path.startswith(f"{relative}/")}
-    return bool(owners) and owners <= source.without
+    """Tell whether a file belongs to a wheel that is to be left out."""
+    owner = source.owned.get(os.path.relpath(target, source.layout.root)) if source.without else None
+    return owner is not None and owner.dist in source.without
 
 
 def _nvvm(source: Source) -> list[Entry]:
     for folder in source.layout.nvvms:
-        if os.path.exists(f"{folder}/bin/cicc") and not _left_out(source, folder):
+        if os.path.exists(f"{folder}/bin/cicc") and not _left_out(source, f"{folder}/bin/cicc"):
             if source.layout.kind != "debian":
-                return [Entry("nvvm", "link", folder, identity(source, folder))]
+                return list(_links(source, folder, "nvvm"))
             parts = {"nvvm/bin/cicc": f"{folder}/bin/cicc", "nvvm/libdevice": f"{folder}/libdevice"}  # beside nvcc
-            return [Entry(name, "link", path, identity(source, path)) for name, path in parts.items()]
+            return [
+                entry for name, path in parts.items() if os.path.exists(path) for entry in _links(source, path, name)
+            ]
     return []
 
 
-def _cccl_entries(cccl: Cccl | None, sources: Sequence[Source]) -> list[Entry]:
+def _cccl_entries(cccl: Cccl | None, sources: Sequence[Source], whole: bool) -> list[Entry]:
+    """Lay out the one CCCL: link by link, or (whole) a link per folder, so that it cannot mix with another one."""
     if cccl is None:
         return []
     entries = []
     for name, folder in sorted(cccl.folders.items()):
         owner = next((s for s in sources if folder.startswith(f"{s.layout.root}/")), None)
-        mark = identity(owner, folder) if owner else folder_identity(folder)
-        entries.append(Entry(f"include/cccl/{name}", "link", folder, mark))
+        if whole:
+            entries.append(Entry(f"include/cccl/{name}", "link", folder, folder_identity(folder)))
+        else:
+            layout = owner.layout if owner else layout_of(folder, "cccl")
+            source = Source(layout, owner.owned if owner else {})
+            entries += _links(source, folder, f"include/cccl/{name}")
     entries.append(Entry("include/nv", "link", "cccl/nv"))
     profile = read(next((p for s in sources for p in [s.layout.find("bins", "nvcc.profile")] if p), ""))
     if (
@@ -232,7 +272,7 @@ def _stubs(sources: Sequence[Source], found: Mapping[str, Entry], driver: str) -
                 path, target = f"lib/stubs/{name}", f"{folder}/stubs/{name}"
                 usable = name != "libcuda.so" or soname(target) == "libcuda.so.1"
                 if name.endswith(".so") and usable and source.layout.has(target):
-                    entries.setdefault(path, Entry(path, "link", target, identity(source, target)))
+                    entries.setdefault(path, Entry(path, "link", target, _mark(source, target)))
     if STUB not in entries and driver:
         entries[STUB] = Entry(STUB, "link", driver)
     elif STUB not in entries and "include/cuda.h" in found:
@@ -241,16 +281,9 @@ def _stubs(sources: Sequence[Source], found: Mapping[str, Entry], driver: str) -
     return list(entries.values())
 
 
-def identity(source: Source, path: str) -> str:
-    """Return what tells one content of a file or folder from another: the wheel's own hash where it still fits."""
-    relative = os.path.relpath(path, source.layout.root)
-    if os.path.isdir(path):
-        below = sorted((name, owned) for name, owned in source.owned.items() if name.startswith(f"{relative}/"))
-        if not below:
-            return folder_identity(path)
-        text = "\n".join(f"{name} {_file_identity(owned, f'{source.layout.root}/{name}')}" for name, owned in below)
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
-    return _file_identity(source.owned.get(relative), path)
+def _mark(source: Source, path: str) -> str:
+    """Return what tells one content of a file from another: the wheel's own hash where it still fits."""
+    return _file_identity(source.owned.get(os.path.relpath(path, source.layout.root)), path)
 
 
 def _file_identity(owned: Owned | None, path: str) -> str:

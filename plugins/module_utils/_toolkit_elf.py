@@ -24,6 +24,31 @@ def needed(path: str) -> list[str]:
     return [] if found is None else found[1]
 
 
+def broken(path: str) -> str:
+    """Say why a shared library is not whole, "" when it is; to load a cut-off one ends the process with SIGBUS."""
+    try:
+        with open(path, "rb") as file:
+            size = file.seek(0, 2)
+            file.seek(0)
+            head = file.read(64)
+            if head[:6] != b"\x7fELF\x02\x01" or len(head) < 64:
+                return f"no shared library ({size} bytes)"
+            programs, sections = struct.unpack_from("<QQ", head, 32)
+            (program_size, programs_count, section_size, sections_count) = struct.unpack_from("<4H", head, 54)
+            file.seek(programs)
+            table = file.read(program_size * programs_count)
+    except OSError as exc:
+        return str(exc.strerror)
+    ends = [sections + section_size * sections_count]
+    try:
+        for index in range(programs_count):
+            header = struct.unpack_from("<IIQQQQ", table, index * program_size)
+            ends.append(header[2] + header[5])  # where the part begins in the file, and how long it is
+    except struct.error:
+        return f"cut off: {size} bytes"
+    return f"cut off: {size} of {max(ends)} bytes" if max(ends) > size else ""
+
+
 def _dynamic(path: str) -> tuple[list[str], list[str]] | None:
     try:
         data = Path(path).read_bytes()

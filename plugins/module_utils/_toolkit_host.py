@@ -188,12 +188,13 @@ def stale_ninja(cache_dirs: Sequence[str], home: str, flashinfer: str) -> list[s
     return found
 
 
-def ninja_finding(paths: Sequence[str]) -> list[Finding]:
-    """Say what pinned files were found."""
+def ninja_finding(paths: Sequence[str], check: bool = False) -> list[Finding]:
+    """Say what pinned files were found, and that they were deleted (or will be)."""
     if not paths:
         return []
     text = f"{len(paths)} build.ninja of an old FlashInfer pin another CUDA_HOME for ever, as {paths[0]}"
-    return [Finding("ninja_pinned", text, "Repaired by deleting them: the next build writes them anew", WARNING)]
+    done = "To be deleted (check mode)" if check else "Deleted"
+    return [Finding("ninja_pinned", text, f"{done}: the next build writes them anew", WARNING)]
 
 
 def _account(user: str) -> tuple[int, tuple[int, ...]] | None:

@@ -5,17 +5,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ansible_collections.gpufleet.sglang.plugins.module_utils._files import FileSpec, write_files
-from ansible_collections.gpufleet.sglang.plugins.module_utils._toolkit_apply import ApplyError
+from ansible_collections.gpufleet.sglang.plugins.module_utils._toolkit_apply import ApplyError, digest
 from ansible_collections.gpufleet.sglang.plugins.module_utils._toolkit_compose import Entry
 
 PLACE = "in-place"
@@ -26,8 +26,9 @@ class Addition:
     """A link or file that we added: its path, and what tells that it is still ours."""
 
     path: str
-    kind: str  # link | file | folder
+    kind: str  # link | file | folder | scratch (a file on its way to its name)
     mark: str  # a link's target, a file's hash
+    before: str = ""  # the target of another's link that led nowhere and lay there
 
     def ours(self) -> bool:
         """Tell whether it is there as we made it."""
@@ -35,7 +36,9 @@ class Addition:
             return os.path.islink(self.path) and os.readlink(self.path) == self.mark
         if self.kind == "folder":
             return os.path.isdir(self.path) and not os.path.islink(self.path)
-        return os.path.isfile(self.path) and not os.path.islink(self.path) and _hash(self.path) == self.mark
+        if os.path.islink(self.path) or not os.path.isfile(self.path):
+            return False
+        return self.kind == "scratch" or digest(self.path) == self.mark
 
 
 def record_path(folder: str, root: str) -> str:
@@ -46,10 +49,19 @@ def record_path(folder: str, root: str) -> str:
 def load(path: str) -> list[Addition]:
     """Return the recorded additions of one tree."""
     try:
-        data: dict[str, Any] = json.loads(Path(path).read_text(encoding="utf-8"))
-        return [Addition(item["path"], item["kind"], item["mark"]) for item in data["additions"]]
-    except (OSError, ValueError, KeyError, TypeError):
+        root = root_of(path)
+        items = [item for item in _read(path).get("additions", []) if item["path"].startswith(f"{root}/")]
+        return [Addition(item["path"], item["kind"], item["mark"], item.get("before", "")) for item in items]
+    except (KeyError, TypeError, AttributeError):
         return []
+
+
+def _read(path: str) -> dict[str, Any]:
+    try:
+        data = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return data if isinstance(data, dict) else {}
 
 
 def hidden(folder: str, root: str) -> frozenset[str]:
@@ -100,10 +112,18 @@ def apply(
     top = os.path.realpath(root)
     if any(not _inside(f"{root}/{entry.path}", top) for entry in entries):
         raise ApplyError(f"{root}: a folder in it is a link that leads out of it; nothing was changed")
-    folders = {f"{root}/{os.path.dirname(entry.path)}" for entry in entries if "/" in entry.path}
+    folders = {f"{root}/{above}" for entry in entries for above in list(Path(entry.path).parents)[:-1]}
     known = {item.path: item for item in recorded if item not in gone}
     new = {item: Addition(item, "folder", "") for item in sorted(folders) if not os.path.isdir(item)}
-    planned = {f"{root}/{e.path}": Addition(f"{root}/{e.path}", "link", e.target) for e in make if e.kind == "link"}
+    planned = {}
+    for entry in make:
+        name = f"{root}/{entry.path}"
+        if entry.kind == "link":
+            planned[name] = Addition(name, "link", entry.target, _before(name, known.get(name)))
+        else:
+            planned[f"{name}.new"] = Addition(f"{name}.new", "scratch", "")
+            if _before(name, known.get(name)):  # known until the file takes its place
+                planned[name] = Addition(name, "file", "", _before(name, known.get(name)))
     _save(path, root, [*known.values(), *gone, *new.values(), *planned.values()], write)
     for item in gone:
         _remove(item)
@@ -111,17 +131,28 @@ def apply(
         os.makedirs(added, exist_ok=True)
     for entry in make:
         name = f"{root}/{entry.path}"
-        if os.path.islink(name):  # ours, or one that leads nowhere
-            os.unlink(name)
         if entry.kind == "link":
+            if os.path.islink(name):  # ours, or one that leads nowhere
+                os.unlink(name)
             os.symlink(entry.target, name)
-        else:
+            continue
+        try:
             stub(f"{root}/include", f"{name}.new")
-            planned[name] = Addition(name, "file", _hash(f"{name}.new"))
+            planned[name] = Addition(name, "file", digest(f"{name}.new"), _before(name, known.get(name)))
             _save(path, root, [*known.values(), *new.values(), *planned.values()], write)
             os.replace(f"{name}.new", name)
-    merged = {**known, **new, **planned}
-    _save(path, root, list(merged.values()), write)
+        finally:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(f"{name}.new")
+        del planned[f"{name}.new"]
+    _save(path, root, list({**known, **new, **planned}.values()), write)
+
+
+def _before(name: str, known: Addition | None) -> str:
+    """Return where another's link led that lies where ours will lie; of one of ours, what was there before it."""
+    if known and (known.before or known.ours()):
+        return known.before
+    return os.readlink(name) if os.path.islink(name) else ""
 
 
 def undo(record: str) -> list[str]:
@@ -139,15 +170,22 @@ def undo(record: str) -> list[str]:
 
 
 def records(folder: str) -> list[str]:
-    """Return the records in a folder."""
-    return sorted(str(path) for path in Path(folder, PLACE).glob("*.json"))
+    """Return the records in a folder: the files there that are ours."""
+    return sorted(str(path) for path in Path(folder, PLACE).glob("*.json") if "additions" in _read(str(path)))
+
+
+def root_of(record: str) -> str:
+    """Return the tree that a record is about."""
+    return str(_read(record).get("root", ""))
 
 
 def _remove(item: Addition) -> bool:
-    if not item.ours():
-        return False
-    os.unlink(item.path)
-    return True
+    mine = item.ours()
+    if mine:
+        os.unlink(item.path)
+    if item.before and not os.path.lexists(item.path) and os.path.isdir(os.path.dirname(item.path)):
+        os.symlink(item.before, item.path)
+    return mine
 
 
 def _save(path: str, root: str, items: Sequence[Addition], write: Callable[[Sequence[FileSpec]], None]) -> None:
@@ -158,20 +196,3 @@ def _save(path: str, root: str, items: Sequence[Addition], write: Callable[[Sequ
 
 def _inside(path: str, top: str) -> bool:
     return f"{os.path.realpath(os.path.dirname(path))}/".startswith(f"{top}/")
-
-
-def _hash(path: str) -> str:
-    with open(path, "rb") as file:
-        digest = hashlib.sha256()
-        shutil.copyfileobj(file, _Sink(digest.update))
-    return digest.hexdigest()
-
-
-class _Sink:
-    def __init__(self, take: Callable[[bytes], None]) -> None:
-        self.take = take
-
-    def write(self, data: bytes) -> int:
-        """Take a block."""
-        self.take(data)
-        return len(data)

@@ -134,6 +134,9 @@ def candidates(
         findings.append(Finding("cuda_home_bad", text, "Correct or unset it; the servers get their own", WARNING))
     elif told:
         places.append((told, "environment"))
+        if not layout_of(told, "environment", base).find("bins", "nvcc"):
+            text = f"CUDA_HOME={told} in the environment has no bin/nvcc: `{told}/bin/nvcc: not found`"
+            findings.append(Finding("cuda_home_gone", text, "Unset it; the servers get their own", WARNING))
     local = Path(base, "usr/local")
     versions = sorted(local.glob("cuda-[0-9]*"), key=lambda item: _numbers(item.name), reverse=True)
     places += [(str(local / "cuda"), "system"), *((str(item), "system") for item in versions)]

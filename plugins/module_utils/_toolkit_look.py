@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -44,6 +45,7 @@ COMPOSABLE = {
     "libcuda_stub_soname",
     "nvcc_not_executable",
 }
+COMPOSING = "A composed CUDA_HOME (repair: compose) has it right"
 CCCL_FAULTS = {"nv_target_missing", "cccl_mixed"}
 _CCCL = ("cuda/std/__cccl/version.h", "cub/version.cuh")
 
@@ -81,6 +83,11 @@ def examine(runner: Runner, layout: Layout, python: Python, owned: dict[str, Own
     """Look at one toolkit: its parts, their versions, and whether they fit; nothing is compiled."""
     nvcc = layout.find("bins", "nvcc")
     files = owned or {}
+    closed = [path for group in (layout.bins, layout.includes, layout.libs, layout.nvvms) for path in group]
+    closed = [path for path in closed if os.path.isdir(path) and not os.access(path, os.R_OK | os.X_OK)]
+    if closed:
+        text = f"{' and '.join(closed)} cannot be read by the user that runs this"
+        return Toolkit(layout, {}, [Finding("not_readable", text, f"chmod a+rX {' '.join(closed)}")], files)
     if not nvcc:
         name = f"{layout.root} has no bin/nvcc"
         if layout.kind == "pip":
@@ -101,7 +108,7 @@ def examine(runner: Runner, layout: Layout, python: Python, owned: dict[str, Own
 
 def install_line(python: Python, parts: tuple[str, ...] = ("nvcc", "crt", "nvvm", "cccl")) -> str:
     """Return the command that installs parts of the version that fits torch."""
-    return f'{python.path} -m pip install "cuda-toolkit[{",".join(parts)}]{python.wanted}"'
+    return f'{shlex.quote(python.path)} -m pip install "cuda-toolkit[{",".join(parts)}]{python.wanted}"'
 
 
 def find_versions(runner: Runner, layout: Layout, python: Python, nvcc: str) -> dict[str, str]:
@@ -126,8 +133,8 @@ def find_versions(runner: Runner, layout: Layout, python: Python, nvcc: str) -> 
     match = re.search(r"#define\s+CUDART_VERSION\s+(\d+)", header)
     if match:
         found["runtime"] = f"{int(match.group(1)) // 1000}.{int(match.group(1)) % 1000 // 10}"
-    if python.cuda:
-        found["torch_cuda"] = python.cuda
+    if python.torch:
+        found["torch_cuda"] = python.torch
     cccl = next(
         (v for v in (cccl_version(f"{base}{sub}") for base in layout.includes for sub in ("/cccl", "")) if v), ""
     )
@@ -149,7 +156,7 @@ def cccl_version(folder: str) -> str:
 def _missing(layout: Layout, python: Python, nvcc: str) -> list[Finding]:
     found = []
     if not os.access(nvcc, os.X_OK):
-        found.append(Finding("nvcc_not_executable", f"{nvcc} is not executable", "Repaired by composing"))
+        found.append(Finding("nvcc_not_executable", f"{nvcc} is not executable", COMPOSING))
     for part, (group, names, component, effect) in PARTS.items():
         if layout.find(group, *names):
             continue
@@ -166,29 +173,28 @@ def _missing(layout: Layout, python: Python, nvcc: str) -> list[Finding]:
 def _links(layout: Layout) -> list[Finding]:
     """Look for what FlashInfer's `-L$CUDA_HOME/lib64 -L$CUDA_HOME/lib64/stubs -lcudart -lcuda` needs."""
     root, found = layout.root, []
-    repaired = "Repaired by composing"
     if not layout.has(f"{root}/lib64"):
         text = f"{root} has no lib64, where FlashInfer and tvm-ffi look for libraries: `cannot find -lcudart`"
-        found.append(Finding("lib64_missing", text, repaired))
+        found.append(Finding("lib64_missing", text, COMPOSING))
     if not any(layout.has(f"{folder}/libcudart.so") for folder in (f"{root}/lib64", *layout.libs)):
         text = f"{root} has no libcudart.so without a number: `cannot find -lcudart`"
-        found.append(Finding("libcudart_so_missing", text, repaired))
+        found.append(Finding("libcudart_so_missing", text, COMPOSING))
     stub = next((path for path in (f"{f}/stubs/libcuda.so" for f in layout.libs) if layout.has(path)), "")
     if not stub:
         text = f"{root} has no lib64/stubs/libcuda.so: `cannot find -lcuda`"
-        found.append(Finding("libcuda_stub_missing", text, repaired))
+        found.append(Finding("libcuda_stub_missing", text, COMPOSING))
     elif soname(stub) not in ("libcuda.so.1", None):
         text = (
             f"{stub} calls itself {soname(stub) or 'nothing'}, not libcuda.so.1: what is linked with it does not load"
         )
-        found.append(Finding("libcuda_stub_soname", text, repaired))
+        found.append(Finding("libcuda_stub_soname", text, COMPOSING))
     return found
 
 
 def _cccl(layout: Layout, owned: Mapping[str, Owned], python: Python) -> list[Finding]:
     if not layout.find("includes", "cccl/nv/target", "nv/target"):
         text = f"{layout.root} has no nv/target (CCCL): tvm-ffi, FlashInfer <= 0.6.9: `nv/target: No such file`"
-        return [Finding("nv_target_missing", text, f"Repaired by composing, or: {install_line(python, ('cccl',))}")]
+        return [Finding("nv_target_missing", text, f"{COMPOSING}, or: {install_line(python, ('cccl',))}")]
     reasons = []
     for base in layout.includes:
         inner, outer = cccl_version(f"{base}/cccl"), cccl_version(base)
@@ -205,7 +211,7 @@ def _cccl(layout: Layout, owned: Mapping[str, Owned], python: Python) -> list[Fi
     if not reasons:
         return []
     text = f"several CCCL lie over each other: {'; '.join(reasons)}"
-    return [Finding("cccl_mixed", text, f"Repaired by composing; remove them and: {install_line(python, ('cccl',))}")]
+    return [Finding("cccl_mixed", text, f"{COMPOSING}; or remove them and: {install_line(python, ('cccl',))}")]
 
 
 def strangers(layout: Layout, owned: Mapping[str, Owned]) -> list[str]:
@@ -239,11 +245,12 @@ def skew(layout: Layout, versions: Mapping[str, str], python: Python) -> list[Fi
             found.append(Finding(f"skew_{name}", text, line))
     torch = minor(python.cuda)
     major = torch[0] if torch else 12 if python.split else None  # only CUDA 12's wheels have a folder per package
+    runs = "torch runs on" if python.torch else "the environment's runtime wheels are of"
     if nvcc and major and nvcc[0] != major:
-        text = f"{layout.root}: nvcc is {versions['nvcc']}, and torch runs on CUDA {python.cuda or major}"
+        text = f"{layout.root}: nvcc is {versions['nvcc']}, and {runs} CUDA {python.cuda or major}"
         found.append(Finding("skew_torch", text, f"Use a toolkit of CUDA {major}, best {python.cuda or '12.9'}"))
     elif nvcc and torch and nvcc != torch and not found:
-        text = f"{layout.root}: nvcc is {versions['nvcc']}, and torch runs on CUDA {torch[0]}.{torch[1]}"
+        text = f"{layout.root}: nvcc is {versions['nvcc']}, and {runs} CUDA {torch[0]}.{torch[1]}"
         found.append(Finding("skew_torch_minor", text, f"Best is the same version: {install_line(python)}", WARNING))
     return found
 

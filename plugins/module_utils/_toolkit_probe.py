@@ -150,7 +150,7 @@ def prove(runner: Runner, bench: Bench, probe: str, arch: str, clock: Callable[[
             done = runner.run([*clean, f"TMPDIR={folder}", program or argv[0], *argv[1:]], timeout=TIMEOUT, cwd=folder)
             said = done.stdout.strip()
             if done.rc != 0:
-                text = f"{done.stdout}\n{done.stderr}"
+                text = f"{done.stdout}\n{done.stderr}".replace(f"{folder}/", "")  # a name of this run only
                 return Proof(probe, arch, False, round(clock() - started, 1), step, text)
             if step == "link" and "libcuda.so" in needed(f"{folder}/probe.so"):
                 text = f"NEEDED libcuda.so: the stub in {bench.home} has no SONAME libcuda.so.1"

@@ -81,9 +81,15 @@ class Python:
         return folder if self.flashinfer and Path(folder, "libcudacxx/include/nv/target").exists() else ""
 
     @property
+    def torch(self) -> str:
+        """CUDA's major.minor that torch itself says it runs on, "" when there is no torch, or one without CUDA."""
+        match = re.match(r"\d+\.\d+", self.torch_cuda or self.torch_pin)
+        return match.group(0) if match else ""
+
+    @property
     def cuda(self) -> str:
-        """CUDA's major.minor that torch runs on, "" when nothing says it."""
-        for text in (self.torch_cuda, self.torch_pin, *self._runtimes()):
+        """CUDA's major.minor that kernels are for: torch's, else the runtime wheels'; "" when nothing says it."""
+        for text in (self.torch, *self._runtimes()):
             match = re.match(r"\d+\.\d+", text)
             if match:
                 return match.group(0)

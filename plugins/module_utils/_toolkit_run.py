@@ -9,7 +9,7 @@ import os
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 from ansible_collections.gpufleet.sglang.plugins.module_utils import _toolkit_apply as apply
@@ -19,12 +19,7 @@ from ansible_collections.gpufleet.sglang.plugins.module_utils import _toolkit_in
 from ansible_collections.gpufleet.sglang.plugins.module_utils import _toolkit_probe as probes
 from ansible_collections.gpufleet.sglang.plugins.module_utils import _toolkit_state as state
 from ansible_collections.gpufleet.sglang.plugins.module_utils import _toolkit_wheels as wheels
-from ansible_collections.gpufleet.sglang.plugins.module_utils._files import (
-    FileError,
-    FileSpec,
-    file_changes,
-    write_files,
-)
+from ansible_collections.gpufleet.sglang.plugins.module_utils._files import FileError
 from ansible_collections.gpufleet.sglang.plugins.module_utils._finding import Finding, errors
 from ansible_collections.gpufleet.sglang.plugins.module_utils._runner import Runner
 from ansible_collections.gpufleet.sglang.plugins.module_utils._toolkit_build import (
@@ -37,49 +32,19 @@ from ansible_collections.gpufleet.sglang.plugins.module_utils._toolkit_build imp
     manifest_of,
 )
 from ansible_collections.gpufleet.sglang.plugins.module_utils._toolkit_choose import Choice, choose
-from ansible_collections.gpufleet.sglang.plugins.module_utils._toolkit_layout import candidates
+from ansible_collections.gpufleet.sglang.plugins.module_utils._toolkit_finish import finish
+from ansible_collections.gpufleet.sglang.plugins.module_utils._toolkit_folder import check_folder
+from ansible_collections.gpufleet.sglang.plugins.module_utils._toolkit_layout import candidates, check_cuda_home
 from ansible_collections.gpufleet.sglang.plugins.module_utils._toolkit_look import (
     CCCL_FAULTS,
     COMPOSABLE,
-    Toolkit,
     examine,
 )
+from ansible_collections.gpufleet.sglang.plugins.module_utils._toolkit_outcome import DONE, PLANNED, UNPROVEN, Outcome
 from ansible_collections.gpufleet.sglang.plugins.module_utils._toolkit_python import Python, ask, owned_files
 from ansible_collections.gpufleet.sglang.plugins.module_utils._toolkit_stub import StubError
 
 RELEASE = "gpufleet-release.json"  # in a venv that sglang_release made and verifies
-
-
-@dataclass
-class Outcome:
-    """What a run found, made and proved."""
-
-    cuda_home: str | None = None
-    proven: bool = False
-    changed: bool = False
-    findings: list[Finding] = field(default_factory=list)
-    repaired: set[str] = field(default_factory=set)  # codes
-    repairs: list[str] = field(default_factory=list)
-    versions: dict[str, str] = field(default_factory=dict)
-    toolkits: list[Toolkit] = field(default_factory=list)
-    proofs: list[probes.Proof] = field(default_factory=list)
-    known: dict[str, str] = field(default_factory=dict)
-    details: dict[str, Any] = field(default_factory=dict)
-    drift: list[state.Drift] = field(default_factory=list)
-    pruned: list[str] = field(default_factory=list)
-    diff: list[dict[str, str]] = field(default_factory=list)
-    record: str = ""
-    flashinfer: str = ""
-
-    @property
-    def problems(self) -> list[Finding]:
-        """What still stands in the way."""
-        return [item for item in errors(self.findings) if item.code not in self.repaired]
-
-    def listed(self) -> list[dict[str, Any]]:
-        """Return the findings as data, each with whether it was repaired."""
-        unique = dict.fromkeys(self.findings)
-        return [{**item.to_dict(), "repaired": item.code in self.repaired} for item in unique]
 
 
 def run(settings: Settings, runner: Runner, environ: Mapping[str, str], *, check: bool = False) -> Outcome:
@@ -88,9 +53,9 @@ def run(settings: Settings, runner: Runner, environ: Mapping[str, str], *, check
     python = ask(runner, settings.python)
     if isinstance(python, str):
         out.findings.append(Finding("venv_missing", python, "Install the engine first (--tags engine)"))
-        return _finish(settings, out, state.load(settings.config_dir), check)
+        return finish(settings, out, state.load(settings.config_dir), check)
     with ExitStack() as stack:
-        problem = apply.check_folder(settings.folder, os.geteuid())
+        problem = check_folder(settings.folder, os.geteuid())
         if problem:
             out.findings.append(Finding("folder_unsafe", problem, "Give another folder, or correct this one"))
         elif not check and settings.repair != NONE:
@@ -99,8 +64,14 @@ def run(settings: Settings, runner: Runner, environ: Mapping[str, str], *, check
             except apply.ApplyError as exc:
                 out.findings.append(Finding("folder_unwritable", str(exc)))
         before = state.load(settings.config_dir)  # under the lock: what another run has just proven counts
-        _work(settings, runner, environ, python, before, out, check)
-        return _finish(settings, out, before, check)
+        try:
+            _work(settings, runner, environ, python, before, out, check)
+        except (FileError, OSError) as exc:  # a folder that cannot be read, a disk that is full
+            name = getattr(exc, "filename", None) or settings.folder
+            text = f"{name}: {exc.strerror}" if isinstance(exc, OSError) else str(exc)
+            out.findings.append(Finding("not_accessible", text, "Correct the cause, and run this again"))
+            out.proven = False
+        return finish(settings, out, before, check)
 
 
 def _work(
@@ -109,7 +80,7 @@ def _work(
 ) -> None:  # fmt: skip
     in_place = settings.repair == IN_PLACE
     out.flashinfer = python.packages.get("flashinfer-python", "")
-    if settings.repair == COMPOSE:
+    if settings.repair == COMPOSE and not out.findings:  # a record in a folder that is not safe says nothing
         _leave_in_place(settings, python, out, check)
     layouts, found = candidates(python, settings.cuda_home, environ, settings.base)
     out.findings += found
@@ -125,6 +96,10 @@ def _work(
     if in_place and os.path.exists(f"{python.prefix}/{RELEASE}"):
         text = f"{python.prefix} is a release, whose files are verified: nothing is added to it"
         out.findings.append(Finding("in_place_release", text, "Use repair compose, or a venv of your own"))
+        return
+    if in_place and choice.toolkit and check_cuda_home(choice.toolkit.root):
+        text = f"{choice.toolkit.root} cannot be a CUDA_HOME: {check_cuda_home(choice.toolkit.root)}"
+        out.findings.append(Finding("cuda_home_bad", text, "Use repair compose, or a venv with another path"))
         return
     if choice.toolkit is None or any(item.code.startswith("folder_") for item in out.findings):
         return
@@ -161,7 +136,7 @@ def _as_it_is(settings: Settings, build: Build, archs: Sequence[str], before: Ma
     whole = not toolkit.codes() & (COMPOSABLE | CCCL_FAULTS)
     if settings.repair == IN_PLACE or (settings.repair == COMPOSE and (toolkit.layout.kind == "pip" or not whole)):
         return False
-    if settings.cccl not in ("auto", "toolkit"):
+    if settings.cccl not in ("auto", "toolkit") or check_cuda_home(toolkit.root):
         return False
     build.cccl = comp.own_cccl(build.sources()[:1])
     build.plan_entries()
@@ -181,12 +156,13 @@ def _repair(build: Build, archs: Sequence[str], before: Mapping[str, Any], out: 
     waiting = build.missing_sets()
     if waiting and check:
         out.changed = True
-        text = "".join(f"{item.folder} ({item.requirement}, to be installed)\n" for item in waiting)
-        header = {"before_header": settings.folder, "after_header": settings.folder}
-        out.diff.append({**header, "before": "", "after": text})
-        out.repaired = {item.code for item in build.toolkit.findings}
+        home = str(before.get("cuda_home") or "")
+        made = f"{settings.folder}/<version>-<fingerprint>"
+        header = {"before_header": home or "no CUDA_HOME", "after_header": f"{made}, known once the wheels are there"}
+        out.diff.append({**header, "before": manifest_of(home) if home else "", "after": build.forecast()})
+        out.repaired, out.stage, out.tree = {item.code for item in build.toolkit.findings}, PLANNED, made
         out.details, out.versions = _details(build, archs, settings.repair), build.versions
-        out.cuda_home = str(before.get("cuda_home") or "") or None
+        out.cuda_home = home or None
         out.proven = True  # as far as it can be told without installing
         return
     if not _install(build, before, out):
@@ -198,18 +174,17 @@ def _repair(build: Build, archs: Sequence[str], before: Mapping[str, Any], out: 
         return
     build.plan_entries()
     path, differs = build.path, build.differs()
-    out.diff += _diff(build, before, path)
-    if differs:
-        out.changed = True
-        if not check:
-            try:
-                build.write()
-            except (apply.ApplyError, StubError, OSError) as exc:
-                out.findings.append(Finding("not_written", f"{path} could not be made: {exc}", "Correct the cause"))
-                return
-    out.repaired = {item.code for item in build.toolkit.findings} - (
-        {"cccl_mixed"} if settings.repair == IN_PLACE else set()
-    )
+    shown = _diff(build, before, path)
+    if differs and not check:
+        try:
+            build.write()
+        except (apply.ApplyError, StubError, FileError, OSError) as exc:
+            out.findings.append(Finding("not_written", f"{path} could not be made: {exc}", "Correct the cause"))
+            return
+    out.changed, out.diff = out.changed or differs, [*out.diff, *shown]
+    mended = {item.code for item in build.toolkit.findings}
+    out.repaired = mended - ({"cccl_mixed"} if settings.repair == IN_PLACE else set())
+    out.tree, out.stage = path, PLANNED if check and differs else DONE
     out.repairs, out.versions = build.repairs(), build.versions
     out.findings += build.notes
     out.details = _details(build, archs, settings.repair)
@@ -218,7 +193,9 @@ def _repair(build: Build, archs: Sequence[str], before: Mapping[str, Any], out: 
         return
     _prove(build, path, archs, before, out)
     out.cuda_home = path if out.proven else None
-    if not check and out.proven:
+    if not out.proven:
+        out.stage = UNPROVEN
+    elif not check:
         state.set_users(settings.folder, sorted({*state.users(settings.folder), settings.config_dir}))
 
 
@@ -304,94 +281,3 @@ def _diff(build: Build, before: Mapping[str, Any], path: str) -> list[dict[str, 
     if apply.intact(path, build.entries) and earlier == path:
         return []
     return [{"before_header": earlier or "no CUDA_HOME", "after_header": path, "before": old, "after": new}]
-
-
-def _finish(settings: Settings, out: Outcome, before: Mapping[str, Any], check: bool) -> Outcome:
-    """Write toolkit.json, see which units drift, prune trees that nobody needs."""
-    kept = str(before.get("cuda_home") or "")
-    if not out.proven and kept and os.path.exists(f"{kept}/bin/nvcc") and os.path.exists(f"{kept}/lib64/libcudart.so"):
-        out.cuda_home = kept  # running units depend on it: a run that failed takes nothing away
-    known = out.known if out.proven or out.cuda_home != kept else {**probes.known_proofs(before), **out.known}
-    cleared = host.stale_ninja(settings.needs.cache_dirs, out.cuda_home or "", out.flashinfer) if out.proven else []
-    if cleared:
-        out.findings += host.ninja_finding(cleared)
-        out.repaired.add("ninja_pinned")
-        out.changed = True
-    if not out.details:
-        out.details = {"how": settings.repair, "arch_list": list(settings.archs), "python": settings.python}
-    lasting = [item for item in out.listed() if item["code"] != "ninja_pinned"]
-    out.record = state.record(
-        cuda_home=out.cuda_home,
-        versions=out.versions,
-        findings=lasting,
-        repairs=out.repairs,
-        details={**out.details, "proven": out.proven, "proofs": known},
-    )
-    spec = FileSpec(f"{settings.config_dir}/{state.NAME}", out.record)
-    try:
-        changes = file_changes([spec])
-        if changes:
-            out.changed = True
-            out.diff += [change.diff for change in changes]
-        if changes and not check:
-            _make(settings.config_dir)
-            write_files([spec])
-        if not check:
-            for path in cleared:
-                os.unlink(path)
-    except (FileError, OSError) as exc:
-        out.findings.append(
-            Finding("record_unwritable", f"{settings.config_dir}: {exc}", "Run as root, or give another config_dir")
-        )
-    if out.cuda_home:
-        out.drift = state.drift(settings.config_dir, out.cuda_home)
-    if out.proven and not check:
-        out.pruned = prune(
-            settings.folder, settings.config_dir, [out.cuda_home or "", str(out.details.get("private") or "")]
-        )
-    return out
-
-
-def _make(folder: str) -> None:
-    if not os.path.isdir(folder):
-        os.makedirs(folder, exist_ok=True)
-        os.chmod(folder, 0o755)
-
-
-def prune(folder: str, config_dir: str, keep: Sequence[str]) -> list[str]:
-    """Remove trees and private sets that no configuration, unit, process or tree names any more."""
-    gone = []
-    config_dirs = {config_dir, *state.users(folder)}
-    for group in (apply.trees(folder), apply.private_sets(folder)):
-        names = [path for path in group if path not in keep]
-        needed = state.references(names, config_dirs)
-        linked = apply.linked_from(folder, names)
-        for path in names:
-            if not needed[path] and path not in linked:
-                apply.discard(path)
-                gone.append(path)
-    return gone
-
-
-def remove(folder: str, config_dir: str, *, check: bool = False) -> Outcome:
-    """Take back everything: trees, private sets, additions to wheels; what another configuration uses stays."""
-    out = Outcome()
-    others = [item for item in state.users(folder) if item != config_dir and os.path.exists(f"{item}/{state.NAME}")]
-    additions = inplace.records(folder)
-    if not os.path.isfile(f"{folder}/{apply.MARK}"):
-        return out
-    out.changed = True
-    names = [*apply.trees(folder), *apply.private_sets(folder), *additions]
-    text = "".join(f"{path}\n" for path in names)
-    out.diff.append({"before_header": folder, "after_header": folder, "before": text, "after": ""})
-    if check:
-        return out
-    with apply.locked(folder):
-        for path in additions:
-            inplace.undo(path)
-        if others:
-            state.set_users(folder, others)
-            out.pruned = prune(folder, others[0], [])
-            return out
-        out.pruned = apply.remove_all(folder)
-    return out

@@ -23,9 +23,9 @@ from ansible_collections.gpufleet.sglang.plugins.module_utils._release_install i
     pip_configuration,
 )
 from ansible_collections.gpufleet.sglang.plugins.module_utils._runner import Runner
-from ansible_collections.gpufleet.sglang.plugins.module_utils._toolkit_apply import remove_tree, sync
+from ansible_collections.gpufleet.sglang.plugins.module_utils._toolkit_apply import WHEELS, remove_tree, sync
 
-RECORD = "gpufleet-wheels.json"
+RECORD = WHEELS
 TIMEOUT = 3600.0
 
 

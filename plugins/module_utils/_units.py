@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Callable
 
 from ansible_collections.gpufleet.sglang.plugins.module_utils import _drain, _kept, _record
+from ansible_collections.gpufleet.sglang.plugins.module_utils._environment import DIGEST_VARIABLE
 from ansible_collections.gpufleet.sglang.plugins.module_utils._files import (
     FileChange,
     FileSpec,
@@ -27,7 +28,6 @@ from ansible_collections.gpufleet.sglang.plugins.module_utils._instance import I
 from ansible_collections.gpufleet.sglang.plugins.module_utils._runner import Runner
 from ansible_collections.gpufleet.sglang.plugins.module_utils._systemd import UnitState, show
 
-DIGEST_VARIABLE = "GPUFLEET_CONFIG"
 KNOWN_GOOD = "known-good"
 
 

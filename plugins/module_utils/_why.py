@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections import deque
@@ -30,6 +31,7 @@ PARSED = 3000  # lines but traffic that are parsed from the beginning, and as ma
 MAX_BYTES = 4000  # of one line
 BASE = ("journalctl", "--quiet", "--no-pager", "--all", "-o", "cat")
 IDLE_AFTER = 30.0  # s without progress
+_UNANSWERED = re.compile(r"no answer within|was not complete within")
 
 
 @dataclass
@@ -138,6 +140,7 @@ class Explainer:
             wrong=(memory.probe or {}).get("wrong") or {},
             children_dead=self.children_dead(case),
             standing=standing(case) if case.verdict.state in ("unhealthy", "stalled") and look.port == "ours" else "",
+            symptom=case.verdict.reason if case.verdict.state == "unhealthy" else "",
         )
         log = read_journal(self.source, unit, memory.invocation) if memory.invocation else Log()
         return diagnose(log, collect(self.runner, case.instance, seen), self.options(case.instance))
@@ -162,9 +165,14 @@ class Explainer:
 
 
 def standing(case: Case, pause: float = 1.0) -> str:
-    """Look twice at what the engine says it does: requests that run while no token comes are a stall."""
+    """Look twice at what the engine says it does: requests that run while no token comes are a stall.
+
+    So is a server that says nothing of its load, as one with a hung scheduler does, and left a request unanswered.
+    """
     probe = Probe(case.instance.probe_host, case.instance.port, ProbeOptions())
     first = _load(probe)
+    if not first and _UNANSWERED.search(case.verdict.reason) and not case.look.compiling:
+        return case.verdict.reason
     if not first or not first.get("num_running_reqs"):
         return ""
     time.sleep(pause)

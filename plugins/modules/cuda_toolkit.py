@@ -26,7 +26,8 @@ extends_documentation_fragment:
 attributes:
   check_mode:
     support: full
-    details: Nothing is compiled for a folder that does not exist yet, and private wheels are named, not listed.
+    details: Nothing is compiled for a folder that does not exist yet. Of wheels that are still to be installed the
+      links are shown that every such set has, and where the rest comes from.
   diff_mode:
     support: full
     details: Shows the folder link by link.
@@ -34,7 +35,9 @@ options:
   state:
     description:
       - V(present) makes and proves a CUDA_HOME.
-      - V(absent) takes back all that was made in O(folder), and all additions to wheels.
+      - V(absent) takes back all that was made in O(folder), all additions to wheels, and C(toolkit.json). It is refused
+        while a server of O(config_dir) has one of the folders as its E(CUDA_HOME). What another configuration uses
+        stays.
     type: str
     choices: [present, absent]
     default: present
@@ -55,7 +58,8 @@ options:
     elements: str
     default: []
   folder:
-    description: Where composed folders and private wheels lie. It belongs to the user that runs the module or to root.
+    description: Where composed folders and private wheels lie. It, and every folder above it, belongs to the user that
+      runs the module or to root, and nobody else can write to them.
     type: path
     default: /opt/sglang/cuda
   config_dir:
@@ -76,7 +80,9 @@ options:
     description:
       - What to do when nvcc, its headers, nvvm and the runtime are of different versions, or some are missing.
       - V(install) installs one set, of the version torch runs on, into O(folder); the environment stays as it is.
-      - V(fail) says which command would repair the environment.
+      - V(fail) says which command would repair the environment. It fails also where another toolkit of the host would
+        do, and names that one; O(cuda_home) takes it. An environment that has no nvcc is no such case, and the host's
+        is used.
     type: str
     choices: [install, fail]
     default: install
@@ -168,7 +174,7 @@ findings:
     - code: libcudart_so_missing
       severity: error
       message: "/srv/venv/lib/python3.12/site-packages/nvidia/cu13 has no libcudart.so without a number"
-      remedy: Repaired by composing
+      remedy: Repaired in /opt/sglang/cuda/13.0.88-0123456789ab
       repaired: true
 problems:
   description: The findings that still stand in the way.
@@ -215,11 +221,15 @@ import os
 from typing import Any
 
 from ansible.module_utils.basic import AnsibleModule
+from ansible_collections.gpufleet.sglang.plugins.module_utils._files import FileError
 from ansible_collections.gpufleet.sglang.plugins.module_utils._finding import Finding, numbered
 from ansible_collections.gpufleet.sglang.plugins.module_utils._runner import SubprocessRunner
+from ansible_collections.gpufleet.sglang.plugins.module_utils._toolkit_apply import ApplyError
 from ansible_collections.gpufleet.sglang.plugins.module_utils._toolkit_build import Settings
+from ansible_collections.gpufleet.sglang.plugins.module_utils._toolkit_finish import remove
 from ansible_collections.gpufleet.sglang.plugins.module_utils._toolkit_host import Needs
-from ansible_collections.gpufleet.sglang.plugins.module_utils._toolkit_run import Outcome, remove, run
+from ansible_collections.gpufleet.sglang.plugins.module_utils._toolkit_outcome import DONE, PLANNED, UNPROVEN, Outcome
+from ansible_collections.gpufleet.sglang.plugins.module_utils._toolkit_run import run
 from ansible_collections.gpufleet.sglang.plugins.module_utils._toolkit_wheels import Origin
 
 ARGUMENTS = {
@@ -288,12 +298,17 @@ def result_of(out: Outcome) -> dict[str, Any]:
 def lines_of(out: Outcome) -> list[str]:
     """Say it for people: every finding with what was done about it, what was made, and what follows."""
     lines = []
+    word, verb = {
+        DONE: ("repaired", "made"),
+        PLANNED: ("to be repaired", "to be made"),
+        UNPROVEN: ("not used yet", "not used yet"),
+    }[out.stage]
     for item in dict.fromkeys(out.findings):
         if item.code in out.repaired:
-            lines.append(f"repaired: {item.message}")
+            lines.append(f"{word}: {item.message}")
         else:
             lines.append(f"{'OPEN' if item.severity == 'error' else 'note'}: {item.text()}")
-    lines += [f"made: {text}" for text in out.repairs]
+    lines += [f"{verb}: {text}" for text in out.repairs]
     if not out.proven:
         kept = f"; the servers keep {out.cuda_home}" if out.cuda_home else ""
         return [*lines, f"no CUDA_HOME is proven{kept}: kernels that are compiled at run time may fail"]
@@ -306,9 +321,11 @@ def main() -> None:
         argument_spec=ARGUMENTS, required_if=[("state", "present", ["python"])], supports_check_mode=True
     )
     if module.params["state"] == "absent":
-        gone = remove(
-            module.params["folder"].rstrip("/"), module.params["config_dir"].rstrip("/"), check=module.check_mode
-        )
+        folder, config_dir = (module.params[name].rstrip("/") for name in ("folder", "config_dir"))
+        try:
+            gone = remove(folder, config_dir, check=module.check_mode)
+        except (ApplyError, FileError, OSError) as exc:
+            module.fail_json(msg=f"{os.uname().nodename}: the toolkit is not taken back: {exc}")
         module.exit_json(changed=gone.changed, cuda_home=None, pruned=gone.pruned, diff=gone.diff)
     out = run(settings_of(module.params), SubprocessRunner(), os.environ, check=module.check_mode)
     result = result_of(out)

@@ -18,6 +18,7 @@ description:
   - GPUs and ports that the collection's own unit for the same GPU holds are no problem.
 extends_documentation_fragment:
   - gpufleet.sglang.attributes
+  - gpufleet.sglang.host
 attributes:
   check_mode:
     support: full
@@ -25,31 +26,11 @@ attributes:
     support: none
     details: Changes nothing.
 options:
-  device:
-    description: What the servers run on. With V(cpu) GPUs are not looked at, and the result says so.
-    type: str
-    choices: [cuda, cpu]
-    default: cuda
-  gpus:
-    description:
-      - GPUs that are to be used, by index or UUID. An empty list means all of them.
-      - With O(device=cpu), the numbers of the servers.
-    type: list
-    elements: str
-    default: []
   instances:
     description: What differs per GPU; only C(gpu), C(port) and C(host) matter here.
     type: list
     elements: dict
     default: []
-  base_port:
-    description: The server of GPU N listens on this port plus N.
-    type: int
-    default: 30000
-  host:
-    description: Address the servers bind.
-    type: str
-    default: 127.0.0.1
   ports:
     description: Further ports that must be free or held by one of the servers.
     type: list
@@ -72,10 +53,6 @@ options:
       unless:
         description: A file whose existence says that the space is not needed any more.
         type: path
-  timeout:
-    description: Seconds that each question to the driver may take.
-    type: int
-    default: 30
 """
 
 EXAMPLES = r"""

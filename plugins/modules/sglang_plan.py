@@ -19,6 +19,7 @@ description:
   - Fails with all problems at once, and then writes nothing.
 extends_documentation_fragment:
   - gpufleet.sglang.attributes
+  - gpufleet.sglang.host
 attributes:
   check_mode:
     support: full
@@ -33,18 +34,6 @@ options:
     description: File the plan is written to, with mode 0600. Its folder is made when it is missing.
     type: path
     default: /etc/sglang/plan.json
-  device:
-    description: What the servers run on.
-    type: str
-    choices: [cuda, cpu]
-    default: cuda
-  gpus:
-    description:
-      - GPUs by index or UUID. An empty list means all the host has.
-      - With O(device=cpu), the numbers of the servers; at least one.
-    type: list
-    elements: str
-    default: []
   instances:
     description:
       - What differs per GPU. Each entry names its C(gpu) and may have C(port), C(host), C(served_model_name),
@@ -52,14 +41,6 @@ options:
     type: list
     elements: dict
     default: []
-  base_port:
-    description: The server of GPU N listens on this port plus N.
-    type: int
-    default: 30000
-  host:
-    description: Address the servers bind.
-    type: str
-    default: 127.0.0.1
   model:
     description: Absolute path of a model's folder on the host, or a hub id.
     type: str
@@ -98,6 +79,12 @@ options:
     description: Name of the engine's release.
     type: str
     required: true
+  version:
+    description:
+      - Version of the engine that is to be installed. As long as O(options_file) is not there, settings are spelled as
+        this version spells them.
+    type: str
+    default: ''
   venv:
     description: The release's virtual environment.
     type: path
@@ -105,7 +92,7 @@ options:
   remedies:
     description:
       - Codes whose recorded remedies are applied, with their limits; see M(gpufleet.sglang.sglang_remedy).
-      - A remedy is applied only while the value it replaces is still the one that is asked for.
+      - A remedy is applied only while the value it replaces is still the one that is asked for, and forgotten after.
     type: dict
     default: {}
   options_file:
@@ -126,6 +113,12 @@ options:
     description: Folder of the kernel caches, which the servers share.
     type: path
     default: /var/cache/sglang
+  kernels_dir:
+    description:
+      - Folder of published kernels (M(gpufleet.sglang.flashinfer_jit_warm)). The servers load from it and compile
+        nothing. Empty where they may compile.
+    type: str
+    default: ''
   unit_dir:
     description: Folder of the units.
     type: path
@@ -139,10 +132,6 @@ options:
       - C(gpus) and C(listeners) as RV(gpufleet.sglang.sglang_host_info#module:facts) has them.
       - Left out, the module looks itself.
     type: dict
-  timeout:
-    description: Seconds that the question to the driver may take.
-    type: int
-    default: 30
 seealso:
   - module: gpufleet.sglang.sglang_host_info
 """
@@ -189,6 +178,21 @@ lines:
   elements: str
   sample:
     - "GPU 0 (NVIDIA RTX PRO 6000, GPU-5e1f...): sglang@0.service on 127.0.0.1:30000, canary"
+memory:
+  description:
+    - What each server will have, reckoned as the engine does it - C(total_mib), C(free_mib) (its own running server
+      counts as free), C(holders) of the rest, C(weights_mib), C(kv_token_bytes), C(fraction) and whether it was set or
+      is the engine's own, C(budget_mib), C(left_mib) and C(reserve_mib) for graphs and activations, C(kv_tokens),
+      C(max_running_requests), what binds either, C(state_slots) and C(slots_per_request) of hybrid models.
+    - A GPU is left out when the model's files are not there, or do not say what it needs.
+  returned: always
+  type: list
+  elements: dict
+memory_lines:
+  description: The same as a table for people.
+  returned: always
+  type: list
+  elements: str
 remedies:
   description: The remedies that this plan holds, a line for each - where it differs from what was asked for.
   returned: always
@@ -206,17 +210,18 @@ findings:
   elements: dict
 """
 
+from pathlib import Path
 from typing import Any
 
 from ansible.module_utils.basic import AnsibleModule
-from ansible_collections.gpufleet.sglang.plugins.module_utils import _model, _remedies
+from ansible_collections.gpufleet.sglang.plugins.module_utils import _memory_plan, _model, _remedies
 from ansible_collections.gpufleet.sglang.plugins.module_utils._files import (
     FileError,
     FileSpec,
     file_changes,
     write_files,
 )
-from ansible_collections.gpufleet.sglang.plugins.module_utils._finding import Finding, numbered
+from ansible_collections.gpufleet.sglang.plugins.module_utils._finding import Finding, errors, numbered, warnings
 from ansible_collections.gpufleet.sglang.plugins.module_utils._gpus import gpu_from_dict
 from ansible_collections.gpufleet.sglang.plugins.module_utils._host import Host
 from ansible_collections.gpufleet.sglang.plugins.module_utils._instance import read_applied
@@ -256,6 +261,7 @@ def argument_spec() -> dict[str, Any]:
         "extra_args": {"type": "dict", "default": {}},
         "environment": {"type": "dict", "default": {}},
         "release": {"type": "str", "required": True},
+        "version": {"type": "str", "default": ""},
         "venv": {"type": "path", "required": True},
         "remedies": {"type": "dict", "default": {}},
         "options_file": {"type": "path"},
@@ -263,6 +269,7 @@ def argument_spec() -> dict[str, Any]:
         "config_dir": {"type": "path", "default": "/etc/sglang"},
         "state_dir": {"type": "path", "default": "/var/lib/sglang"},
         "cache_dir": {"type": "path", "default": "/var/cache/sglang"},
+        "kernels_dir": {"type": "str", "default": ""},
         "unit_dir": {"type": "path", "default": "/etc/systemd/system"},
         "user": {"type": "str", "default": "sglang"},
         "facts": {"type": "dict"},
@@ -279,7 +286,7 @@ def look(params: dict[str, Any]) -> PlanFacts:
         gpus = [gpu_from_dict(item) for item in given.get("gpus") or []]
         sockets = [Listener(**item) for item in given.get("listeners") or []]
         return PlanFacts(gpus, True, found, sockets, model, home)
-    seen = look_at_gpus(Host(SubprocessRunner()), params["device"], float(params["timeout"]), processes=False)
+    seen = look_at_gpus(Host(SubprocessRunner()), params["device"], float(params["timeout"]))
     return PlanFacts(seen.gpus, seen.known, [*found, *seen.findings], listeners(), model, home)
 
 
@@ -287,12 +294,14 @@ def main() -> None:
     """Run the module."""
     module = AnsibleModule(argument_spec=argument_spec(), supports_check_mode=True)
     params = dict(module.params)
+    recorded = _remedies.read(params["config_dir"])
     held = _remedies.valid(
-        _remedies.read(params["config_dir"]),
+        recorded,
         params["remedies"],
         params["instances"],
         params["settings"],
         params["environment"],
+        params["gpus"],
     )
     params["instances"] = _remedies.merged(params["instances"], held)
     settings = PlanSettings(**{key: value for key, value in params.items() if key not in _NOT_SETTINGS})
@@ -306,6 +315,13 @@ def main() -> None:
         text = f"release {params['release']} is not installed: {params['options_file']} is missing"
         problems.append(Finding("release_missing", text, "Run the whole deploy, or --tags engine first"))
     problems += _model.unreadable_by(SubprocessRunner(), params["user"], params["model"])
+    if params["device"] == "cpu":
+        rooms = _memory_plan.cpu_rooms(plan.instances)
+    else:
+        rooms = _memory_plan.gpu_rooms(facts.gpus, plan.instances)
+    memory, found, unknown = _memory_plan.foresee(plan, rooms, plan.release.version or params["version"])
+    problems += errors(found)
+    notes += warnings(found)
     for note in notes:
         module.warn(f"{params['name']}: {note.text()}")
     drift = [f"GPU {gpu}: {item.text()}" for gpu, item in held.items()]
@@ -316,16 +332,20 @@ def main() -> None:
         "problems": [item.to_dict() for item in problems],
         "findings": [item.to_dict() for item in notes],
         "flags_checked": options is not None,
+        "memory": [item.to_dict() for item in memory],
+        "memory_lines": [*_memory_plan.table(memory, params["device"]), *unknown],
     }
     if problems:
         what = f"{params['name']}: no plan, {len(problems)} problem{'s' if len(problems) > 1 else ''}"
         module.fail_json(msg=numbered(what, problems), **result)
 
-    spec = FileSpec(params["path"], plan.to_json(), 0o600)
+    specs = [FileSpec(params["path"], plan.to_json(), 0o600)]
+    if held != recorded:  # what the inventory has overtaken is drift no longer
+        specs.append(FileSpec(str(Path(params["config_dir"], _remedies.NAME)), _remedies.to_json(held), 0o644))
     try:
-        changes = file_changes([spec])
+        changes = file_changes(specs)
         if changes and not module.check_mode:
-            write_files([spec])
+            write_files(specs)
     except FileError as exc:
         module.fail_json(msg=f"{params['name']}: the plan was not written: {exc}", **result)
     module.exit_json(

@@ -132,7 +132,7 @@ def main() -> None:
         if server.get("state") == "ready" or gpu in known or code not in _remedies.STEPS:
             continue
         setting = _remedies.STEPS[code][0]
-        own = _remedies.own_entry(params["instances"], gpu)
+        own = _remedies.own_entry(params["instances"], gpu, server.get("uuid"))
         current = _remedies.current_value(setting, own, params["settings"], params["environment"])
         found = _remedies.choose(server, params["limits"], current, os.cpu_count() or 1)
         if found:

@@ -24,7 +24,7 @@ options:
   hosts:
     description:
       - The hosts to show. By default all hosts of the play, also those that dropped out of it.
-      - A host that dropped out without a result is shown as C(unreachable).
+      - A host that dropped out without a result is shown as C(unknown), one whose result says so as C(unreachable).
     type: list
     elements: str
   servers:

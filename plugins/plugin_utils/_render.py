@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
+from ansible_collections.gpufleet.sglang.plugins.module_utils._environment import DIGEST_VARIABLE
 
-DIGEST_VARIABLE = "GPUFLEET_CONFIG"
 _PLAIN = re.compile(r"[A-Za-z0-9_@%+=:,./-]+")
 
 

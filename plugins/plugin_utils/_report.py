@@ -13,6 +13,7 @@ from typing import Any
 WIDTH = 120
 MIN_REASON = 30
 MAX_REASON_LINES = 4
+DROPPED = "the host failed or was lost before its servers were asked: see above"
 PREFIX = "Task failed: "  # ansible's own, and no news here
 KEYS = (
     "host",
@@ -80,8 +81,10 @@ def rows_of(host: str, result: Any, reachable: bool = True) -> list[dict[str, An
             return rows
     said = str(found.get("msg") or "").strip()
     said = said[len(PREFIX) :] if said.startswith(PREFIX) else said
-    if found.get("unreachable") or (not found and not reachable):
+    if found.get("unreachable"):
         return [row({"state": "unreachable", "reason": said or "the host could not be reached"}, host)]
+    if not found and not reachable:
+        return [row({"state": "unknown", "reason": DROPPED}, host)]
     if found and not found.get("failed"):
         return [row({"state": "absent", "reason": said or "no server is planned on this host"}, host)]
     return [row({"state": "unknown", "reason": said or "no health was taken on this host"}, host)]

@@ -207,6 +207,11 @@ class Fleet:
         text = self.sh(f"journalctl -o json --no-pager -u {unit} {' '.join(args)}")
         return [json.loads(line) for line in text.splitlines() if line.startswith("{")]
 
+    def facts(self) -> str:
+        """Return all facts that Ansible gathers, as text."""
+        argv = [self.bin("ansible"), *self.inventory_args, self.host, "-m", "ansible.builtin.setup"]
+        return subprocess.run(argv, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+
     def http(self, port: int, path: str, data: dict | None = None, seconds: int = 30) -> tuple[int, str]:
         """Ask a server from its own host (servers listen on loopback); returns status and body."""
         body = f" -H 'Content-Type: application/json' --data-binary '{json.dumps(data)}'" if data is not None else ""

@@ -148,8 +148,8 @@ class Environment:
         process.stdin.close()
         return process
 
-    def tags(self, *more: str) -> tuple[int, float, str]:
-        """Run the deploy with the two tags; returns how many tasks changed, seconds, output."""
+    def tags(self, *more: str, tags: str = "toolkit,cccl", playbook: str = "deploy") -> tuple[int, float, str]:
+        """Run a playbook with tags; returns how many tasks changed, seconds, output."""
         values = {
             "sglang_server_venv": f"{self.folder}/venv",
             "sglang_server_config_dir": str(self.config),
@@ -158,7 +158,7 @@ class Environment:
             "cuda_toolkit_fix_cuda_home": str(self.tree),
             "cuda_toolkit_fix_arch_list": [ARCH],
         }
-        argv = ["ansible-playbook", "playbooks/deploy.yml", "-i", "localhost,", "-c", "local", "--tags", "toolkit,cccl"]
+        argv = ["ansible-playbook", f"playbooks/{playbook}.yml", "-i", "localhost,", "-c", "local", "--tags", tags]
         started = time.monotonic()
         done = subprocess.run(
             [*argv, "-e", json.dumps(values), "-e", f"ansible_python_interpreter={sys.executable}", *more],

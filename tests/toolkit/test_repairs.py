@@ -8,13 +8,16 @@ import random
 import shutil
 import signal
 import time
+from pathlib import Path
 
 import naive
 import pytest
 from ansible_collections.gpufleet.sglang.plugins.module_utils._runner import SubprocessRunner
 from ansible_collections.gpufleet.sglang.plugins.module_utils._toolkit_build import Settings
+from ansible_collections.gpufleet.sglang.plugins.module_utils._toolkit_elf import soname
+from ansible_collections.gpufleet.sglang.plugins.module_utils._toolkit_finish import remove
 from ansible_collections.gpufleet.sglang.plugins.module_utils._toolkit_layout import machine_folder, multiarch
-from ansible_collections.gpufleet.sglang.plugins.module_utils._toolkit_run import remove, run
+from ansible_collections.gpufleet.sglang.plugins.module_utils._toolkit_run import run
 from ansible_collections.gpufleet.sglang.plugins.module_utils._toolkit_stub import make_stub
 
 NEW = "0.7.2.post1"
@@ -185,6 +188,32 @@ def test_other_layouts_are_proven_as_they_are_or_composed(shared, tmp_path, kind
     assert tvm.ok, tvm.output
     assert not run(settings, SubprocessRunner(), {"PATH": "/usr/bin"}).changed
     remove(settings.folder, settings.config_dir)
+
+
+def test_a_damaged_tree_heals_and_the_tags_alone_make_and_take_back(shared):
+    env = shared
+    wheels = env.files()
+    for tag in ("toolkit", "cccl"):
+        assert env.tags(tags=tag)[0] == 1
+        home = Path(env.record()["cuda_home"])
+        assert env.tags(tags=tag)[0] == 0
+    stub = home / "lib64/stubs/libcuda.so"
+    whole = stub.read_bytes()
+    for damage in (b"", whole[:20_000], b"x" * len(whole)):
+        stub.write_bytes(damage)
+        healed = env.module()
+        assert healed.result["changed"]
+        assert healed.result["cuda_home"] == str(home)
+        assert stub.read_bytes() == whole
+    assert soname(str(stub)) == "libcuda.so.1"
+    again = env.module()
+    assert not again.result["changed"]
+    assert again.seconds <= 3
+    for changed in (1, 0):
+        assert env.tags(tags="toolkit", playbook="remove")[0] == changed
+    assert not env.cuda.exists()
+    assert not env.config.exists()
+    assert env.files() == wheels
 
 
 @pytest.fixture(scope="module")

@@ -187,6 +187,8 @@ ENDS = [
     ("mem-fraction-small", -9, "Loaded weights leave no GPU memory for the KV cache"),
     ("kv-pool", -9, "Not enough memory. Please try to increase --mem-fraction-static"),
     ("gpu-oom-graphs", -9, "Capture cuda graph failed: CUDA out of memory"),
+    ("jit-oom", -9, "FAILED: [code=137]"),
+    ("jit-race", -9, "cannot find cuda_0.o"),
     ("killed-loading", 1, "Rank 0 scheduler died during initialization (exit code: -9)"),
     ("false-ready", 3, "The server is fired up and ready to roll!"),
     ("crash-after:0.2", -9, "Subprocess scheduler_0"),

@@ -103,20 +103,42 @@ class Engine:
         self.pause(self.faults.get("slow", 0.0))
 
     def weights_loaded(self) -> None:
-        """Faults of the KV pool."""
-        for name in ("mem-fraction-small", "kv-pool"):
-            if name in self.faults:
-                self.fail(f"{name}.log", 137)
+        """Faults of the KV pool; kv-pool:F goes away from fraction F on."""
+        if "mem-fraction-small" in self.faults:
+            self.fail("mem-fraction-small.log", 137)
+        if "kv-pool" in self.faults and self.fraction < (self.faults["kv-pool"] or 1.0):
+            self.fail("kv-pool.log", 137)
 
     def pool_ready(self) -> None:
-        """Faults of graph capture; silent-graphs uses CPU in the scheduler and says nothing meanwhile."""
-        if {"silent-graphs", "gpu-oom-graphs"} & set(self.faults):
+        """Faults of kernels and graph capture; gpu-oom-graphs:F goes away below F, jit-oom:N with at most N jobs.
+
+        jit-race:N shows in the first N starts. silent-graphs uses CPU in the scheduler and says nothing meanwhile.
+        """
+        jobs = float(os.environ.get("MAX_JOBS") or os.cpu_count() or 1)
+        if "jit-oom" in self.faults and jobs > self.faults["jit-oom"]:
+            self.fail("jit-oom.log", 137)
+        if "jit-race" in self.faults and self.start_number() <= (self.faults["jit-race"] or float("inf")):
+            self.fail("jit-race.log", 137)
+        out_of_memory = "gpu-oom-graphs" in self.faults and self.fraction > self.faults["gpu-oom-graphs"]
+        if "silent-graphs" in self.faults or out_of_memory:
             say("Capture target decode CUDA graph begin. backend=full, num_tokens_per_req=1, avail mem=2.41 GB")
-        if "gpu-oom-graphs" in self.faults:
+        if out_of_memory:
             self.fail("gpu-oom-graphs.log", 137)
         if "silent-graphs" in self.faults:
             self.pause(self.faults["silent-graphs"])
             say("Capture target decode CUDA graph end. bs=[1, 2, 4], elapsed=1.00 s, mem usage=0.15 GB.")
+
+    @property
+    def fraction(self) -> float:
+        """The static fraction; the engine chooses about this on a GPU when it is not told."""
+        return float(self.args.mem_fraction_static or 0.85)
+
+    def start_number(self) -> int:
+        """Count the starts of this port, in a file below the working directory."""
+        path = Path.cwd() / f"standin-starts-{self.args.port}"
+        count = 1 + (int(path.read_text(encoding="utf-8")) if path.exists() else 0)
+        path.write_text(str(count), encoding="utf-8")
+        return count
 
     def fail(self, log: str, code: int) -> None:
         """Say the last lines and end as the engine does: by exception (1), or by SIGKILL to everybody (137)."""

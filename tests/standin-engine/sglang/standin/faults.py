@@ -26,6 +26,11 @@ KNOWN = frozenset(
         "same-samples",
         "killed-loading",
         "silent-graphs",
+        "jit-race",
+        "jit-oom",
+        "stall",
+        "swallowed",
+        "tokens-per-second",
     ]
 )
 

@@ -134,6 +134,7 @@ class Handler(BaseHTTPRequestHandler):
             options = {key: value for key, value in vars(engine.args).items() if key != "config"}
             self.send(200, {**options, **body("server_info"), **extra, "served_model_name": model})
         elif path == "/v1/loads":
+            self.hang_while(lambda: engine.dead)
             self.send(200, self.loads())
         elif path == "/metrics" and engine.args.enable_metrics:
             self.send(200, self.metrics(model).encode(), "text/plain; version=0.0.4; charset=utf-8")
@@ -232,6 +233,7 @@ class Handler(BaseHTTPRequestHandler):
         engine = self.engine
         self.hang_while(lambda: engine.dead)
         self.server.say_prefill(prompt)
+        self.hang_while(lambda: "stall" in engine.faults)
         if "garbage" in engine.faults:
             self.send(200, b"\x00\x01 not what you asked for \xff")
             return
@@ -239,7 +241,7 @@ class Handler(BaseHTTPRequestHandler):
         wanted = sampling.get("max_new_tokens") if path == "/generate" else None
         wanted = wanted or request.get("max_completion_tokens") or request.get("max_tokens") or 128
         count = 0 if "empty-answer" in engine.faults else min(int(wanted), self.context())
-        rate = float(os.environ.get("STANDIN_TOKENS_PER_SECOND", "200"))
+        rate = engine.faults.get("tokens-per-second") or float(os.environ.get("STANDIN_TOKENS_PER_SECOND", "200"))
         make = {"/generate": self.generate, "/v1/chat/completions": self.chat}.get(path, self.completion)
         if path == "/generate" and isinstance(request.get("text"), list):
             time.sleep(count / rate)
@@ -314,7 +316,11 @@ class Handler(BaseHTTPRequestHandler):
         if not stream:
             answer = copy.deepcopy(body("chat"))
             answer.update(head(request, rid), usage=usage(prompt, count))
-            answer["choices"][0]["message"]["content"] = text(0, count)
+            said = {"content": text(0, count)}
+            if "swallowed" in self.engine.faults:  # a reasoning parser that never sees the end of the thinking
+                said = {"content": None, "reasoning_content": text(0, count)}
+                answer["choices"][0]["finish_reason"] = "stop"
+            answer["choices"][0]["message"].update(said)
             answer["metadata"]["weight_versions"][0]["end"] = count
             return answer
         delta: dict[str, Any] = {"reasoning_content": None}

@@ -180,6 +180,15 @@ def test_owned_flags_are_refused_without_an_option_list_too():
         assert finding.code == "owned_flag"
 
 
-def test_a_deprecated_flag_that_the_engine_still_takes_is_left_alone():
-    flags, findings = extra_flags({"mamba-scheduler-strategy": "no_buffer"}, [], engine("0.5.16"), "sglang_server")
-    assert (words(flags), findings) == (["--mamba-scheduler-strategy", "no_buffer"], [])
+def test_a_deprecated_flag_that_the_engine_still_takes_stays_and_is_named():
+    flags, findings = extra_flags({"mamba-scheduler-strategy": "no_buffer"}, [], engine("0.5.16"), "sglang_server_")
+    assert words(flags) == ["--mamba-scheduler-strategy", "no_buffer"]
+    assert [(item.code, item.severity) for item in findings] == [("flag_deprecated", "warning")]
+    assert "--mamba-radix-cache-strategy" in findings[0].message
+
+
+def test_a_removed_flag_is_refused_with_its_history():
+    _flags, findings = extra_flags({"cuda-graph-bs": 8}, [], engine("0.5.23"), "sglang_server_")
+    assert findings[0].code == "unknown_flag"
+    assert "it went after 0.5.19, which names instead: --cuda-graph-bs-decode" in findings[0].message
+    assert "--cuda-graph-bs-decode" in findings[0].remedy

@@ -81,6 +81,14 @@ def test_ct200(version, mamba):
         assert item.unit_file == f"/etc/systemd/system/sglang@{index}.service"
 
 
+def test_a_port_of_ones_own_for_torchs_store_is_left_alone():
+    asked = settings(instances=[{"gpu": 2, "extra_args": {"nccl-port": 29500}}])
+    plan, problems, _notes = build(asked)
+    assert problems == []
+    with_file = [item.gpu for item in plan.instances if "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE" in item.environment]
+    assert with_file == [0, 1, 3, 4, 5, 6, 7]
+
+
 def test_environment_of_a_cuda_server():
     plan, _problems, _warnings = build(seen=facts(cuda_home="/var/lib/sglang/cuda"))
     assert plan.instances[2].environment == {
@@ -98,6 +106,9 @@ def test_environment_of_a_cuda_server():
         "TORCHINDUCTOR_CACHE_DIR": "/var/cache/sglang/inductor",
         "TILELANG_CACHE_DIR": "/var/cache/sglang/tilelang",
         "TVM_FFI_CACHE_DIR": "/var/cache/sglang/tvm-ffi",
+        "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": "file:///tmp/torch-store",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "NCCL_SOCKET_IFNAME": "lo",
         "SGLANG_PYSPY_DUMP_BEFORE_CRASH": "false",
         "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "false",
         "CUDA_CACHE_PATH": "/var/cache/sglang/nv",
@@ -106,6 +117,15 @@ def test_environment_of_a_cuda_server():
         "CUDA_HOME": "/var/lib/sglang/cuda",
         "HF_HUB_OFFLINE": "1",
     }
+
+
+def test_published_kernels_are_served_without_a_compiler():
+    wanted = settings(kernels_dir="/opt/sglang/kernels/r1", environment={"PYTHONPATH": "/own"})
+    found = build(wanted)[0].instances[0].environment
+    assert found["PYTHONPATH"] == "/opt/sglang/kernels/r1:/own"
+    assert (found["FLASHINFER_DISABLE_JIT"], found["SGLANG_CRASH_ON_JIT_COMPILE"]) == ("1", "1")
+    assert found["FLASHINFER_WORKSPACE_BASE"] == "/var/lib/sglang/flashinfer"  # its log; the cache may be read-only
+    assert "FLASHINFER_DISABLE_JIT" not in build()[0].instances[0].environment
 
 
 def test_device_cpu():

@@ -36,7 +36,7 @@ def test_pips_tree_compiles_but_does_not_link(tmp_path):
     assert codes(found) == LINKS
     assert found.versions == {
         "nvcc": "13.0.88", "ptxas": "13.0.88", "crt": "13.0.88", "nvvm": "13.0.88", "runtime": "13.0",
-        "torch_cuda": "13.0", "cccl": "3.0.1",
+        "cccl": "3.0.1",
     }  # fmt: skip
 
 
@@ -67,6 +67,14 @@ def test_no_cccl(tmp_path):
     found = look(Site(tmp_path, "include/cccl", "include/nv"))
     assert codes(found) == [*LINKS, "nv_target_missing"]
     assert "cccl" not in found.versions
+
+
+@pytest.mark.parametrize(("torch", "runs"), [("13.2", "torch runs on"), ("", "runtime wheels are of")])
+def test_torchs_cuda_is_only_said_where_there_is_a_torch(tmp_path, torch, runs):
+    found = look(Site(tmp_path, wheels={"nvidia_cuda_runtime": "13.2.86"}, torch_cuda=torch))
+    assert found.versions.get("torch_cuda", "") == torch
+    (text,) = [item.message for item in found.findings if item.code == "skew_torch_minor"]
+    assert runs in text
 
 
 def test_no_nvcc(tmp_path):
@@ -158,6 +166,15 @@ def test_bad_values_and_wrappers_are_told(tmp_path):
     ]  # fmt: skip
     _none, problems = candidates(site.python, "rel/cuda", {}, str(tmp_path / "root"))
     assert [(item.code, item.severity) for item in problems] == [("cuda_home_bad", "error")]
+
+
+def test_a_cuda_home_that_is_not_there_is_told(tmp_path):
+    site = Site(tmp_path)
+    found, problems = candidates(
+        site.python, "", {"CUDA_HOME": "/nonexistent/cuda", "PATH": "/nonexistent"}, str(tmp_path / "root")
+    )
+    assert [item.root for item in found] == [str(site.root)]
+    assert [(item.code, item.severity) for item in problems] == [("cuda_home_gone", "warning")]
 
 
 def test_layouts(tmp_path):

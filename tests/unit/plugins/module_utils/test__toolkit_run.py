@@ -10,56 +10,16 @@ from pathlib import Path
 import pytest
 from ansible_collections.gpufleet.sglang.plugins.module_utils import _toolkit_apply as apply
 from ansible_collections.gpufleet.sglang.plugins.module_utils import _toolkit_compose as comp
-from ansible_collections.gpufleet.sglang.plugins.module_utils import _toolkit_run as tool
+from ansible_collections.gpufleet.sglang.plugins.module_utils import _toolkit_finish as finish
 from ansible_collections.gpufleet.sglang.plugins.module_utils import _toolkit_wheels as wheels
-from ansible_collections.gpufleet.sglang.plugins.module_utils._toolkit_build import Settings
-from ansible_collections.gpufleet.sglang.plugins.module_utils._toolkit_host import Needs
-from toolkits import Host, Site, system, tree, write
+from toolkits import Desk, Site, codes, snapshot, system, tree, write
 
 REPAIRED = {"lib64_missing", "libcudart_so_missing", "libcuda_stub_missing"}
-
-
-class Desk:
-    """One host: a site, settings, a runner."""
-
-    def __init__(self, top: Path, monkeypatch, *without, runner=None, **site) -> None:
-        self.top, self.runner = top, runner or Host()
-        self.site = Site(top, *without, **site)
-        write(top / "venv/bin/gcc")
-        write(top / "venv/bin/c++")
-        self.python = self.site.python
-        monkeypatch.setattr(tool, "ask", lambda runner, path: self.python)
-        self.settings = Settings(
-            python=self.python.path,
-            folder=str(top / "cuda"),
-            config_dir=str(top / "etc"),
-            archs=("12.0f",),
-            base=str(top / "root"),
-            needs=Needs(cache_dirs=(str(top),)),
-        )
-
-    def run(self, check=False, **changes):
-        settings = replace(self.settings, **changes)
-        return tool.run(settings, self.runner, {"PATH": "/nonexistent"}, check=check)
-
-    def record(self):
-        return json.loads((self.top / "etc/toolkit.json").read_text())
 
 
 @pytest.fixture
 def desk(tmp_path, monkeypatch):
     return Desk(tmp_path, monkeypatch)
-
-
-def snapshot(folder):
-    return {
-        str(p.relative_to(folder)): os.readlink(p) if p.is_symlink() else p.read_bytes() if p.is_file() else None
-        for p in sorted(Path(folder).rglob("*"))
-    }
-
-
-def codes(out, repaired=None):
-    return {i["code"] for i in out.listed() if repaired is None or i["repaired"] == repaired}
 
 
 def test_composed_proven_and_written_down(desk):
@@ -72,8 +32,9 @@ def test_composed_proven_and_written_down(desk):
     assert codes(out) == REPAIRED
     links = {
         "bin/nvcc": f"{desk.site.root}/bin/nvcc",
-        "nvvm": f"{desk.site.root}/nvvm",
-        "include/cccl/cuda": f"{desk.site.root}/include/cccl/cuda",
+        "nvvm/bin/cicc": f"{desk.site.root}/nvvm/bin/cicc",
+        "include/crt/host_config.h": f"{desk.site.root}/include/crt/host_config.h",
+        "include/cccl/cuda/std/version": f"{desk.site.root}/include/cccl/cuda/std/version",
         "include/nv": "cccl/nv",
         "lib64": "lib",
         "lib/libcudart.so": "libcudart.so.13",
@@ -218,8 +179,9 @@ def test_cccl_falls_back_to_the_engines_and_stays_there(tmp_path, monkeypatch):
     assert out.proven
     assert out.versions["cccl"] == "3.6.0"
     assert "cccl_engine" in codes(out)
-    target = f"{desk.python.flashinfer}/data/cccl/libcudacxx/include/cuda"
-    assert os.readlink(f"{out.cuda_home}/include/cccl/cuda") == target
+    header = "cuda/std/__cccl/version.h"
+    target = f"{desk.python.flashinfer}/data/cccl/libcudacxx/include/{header}"
+    assert os.readlink(f"{out.cuda_home}/include/cccl/{header}") == target
     assert desk.run().cuda_home == out.cuda_home
     assert not desk.run().changed
     assert desk.run(cccl="wheel").proven is False
@@ -293,7 +255,7 @@ def test_mixed_cccl_is_replaced_by_one(tmp_path, monkeypatch):
     assert out.proven
     assert "cccl_mixed" in codes(out, repaired=True)
     assert not os.path.lexists(f"{out.cuda_home}/include/cuda")
-    assert desk.python.flashinfer in os.readlink(f"{out.cuda_home}/include/cccl/cub")
+    assert desk.python.flashinfer in os.readlink(f"{out.cuda_home}/include/cccl/cub/cub.cuh")
 
 
 def test_builds_that_pin_another_home_are_cleared(desk):
@@ -327,8 +289,8 @@ def test_in_place_adds_records_and_takes_back(desk):
     (desk.site.root / "lib/libcudart.so").unlink()  # as after `pip install -U`
     assert desk.run(repair="in_place").changed
     assert (desk.site.root / "lib/libcudart.so").exists()
-    assert tool.remove(desk.settings.folder, desk.settings.config_dir, check=True).changed
-    assert tool.remove(desk.settings.folder, desk.settings.config_dir).changed
+    assert finish.remove(desk.settings.folder, desk.settings.config_dir, check=True).changed
+    assert finish.remove(desk.settings.folder, desk.settings.config_dir).changed
     assert snapshot(desk.site.folder) == before
     assert not (desk.top / "cuda").exists()
 
@@ -362,12 +324,12 @@ def test_in_place_leaves_by_a_link_nothing(desk, tmp_path):
 def test_removal_leaves_what_another_configuration_uses(desk):
     home = desk.run().cuda_home
     desk.run(config_dir=str(desk.top / "etc2"))
-    out = tool.remove(desk.settings.folder, desk.settings.config_dir)
+    out = finish.remove(desk.settings.folder, desk.settings.config_dir)
     assert out.pruned == []
     assert Path(home).is_dir()
-    assert tool.remove(desk.settings.folder, str(desk.top / "etc2")).changed
+    assert finish.remove(desk.settings.folder, str(desk.top / "etc2")).changed
     assert not (desk.top / "cuda").exists()
-    assert not tool.remove(desk.settings.folder, str(desk.top / "etc2")).changed
+    assert not finish.remove(desk.settings.folder, str(desk.top / "etc2")).changed
 
 
 @pytest.mark.parametrize(

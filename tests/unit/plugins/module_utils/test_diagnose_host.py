@@ -228,3 +228,13 @@ def test_a_remedy_holds_while_the_inventory_asks_for_what_failed(tmp_path):
     ]
     assert "0.8 instead of 0.85" in item.text()
     assert _remedies.read(str(tmp_path / "nothing")) == {}
+
+
+def test_a_remedy_finds_its_gpu_by_uuid_and_leaves_one_that_is_gone():
+    item = _remedies.Remedy(3, "gpu_oom", "mem_fraction_static", 0.85, 0.8, uuid="GPU-3aa1-22")
+    limits, settings = {"gpu_oom": 0.7}, {"mem_fraction_static": 0.85}
+    assert _remedies.valid({3: item}, limits, [], settings, {}, ["GPU-3aa1", "1"]) == {3: item}
+    assert _remedies.valid({3: item}, limits, [], settings, {}, ["0", "1"]) == {}
+    own = [{"gpu": "GPU-3AA1", "port": 9}]
+    assert _remedies.merged(own, {3: item}) == [{"gpu": "GPU-3AA1", "port": 9, "mem_fraction_static": 0.8}]
+    assert _remedies.valid({3: item}, limits, [{**own[0], "mem_fraction_static": 0.6}], settings, {}) == {}

@@ -12,9 +12,11 @@ from pathlib import Path
 import pytest
 from ansible_collections.gpufleet.sglang.plugins.module_utils._diagnose import diagnose
 from ansible_collections.gpufleet.sglang.plugins.module_utils._diagnose_codes import is_state
+from ansible_collections.gpufleet.sglang.plugins.module_utils._diagnose_facts import Facts
 from ansible_collections.gpufleet.sglang.plugins.module_utils._diagnose_log import WRAPPER
 
-WHEELS = Path(__file__).resolve().parents[4] / ".cache/wheels"
+CACHE = Path(__file__).resolve().parents[4] / ".cache"
+WHEELS = CACHE / "wheels"
 # Words of the engine (and of what comes with it) that the rules and the reader are built on.
 FRAGMENTS = {
     "sglang": [
@@ -52,7 +54,12 @@ FRAGMENTS = {
     "transformers": ["does not recognize this architecture", "does not appear to have a file named"],
     "huggingface_hub": ["Repo id must be in the form", "GatedRepoError", "Cannot find the requested files"],
     "triton": ["Failed to find C compiler", "out of resource: "],
-    "flashinfer": ["Ninja build failed. Ninja output:", "FlashInfer requires GPUs with sm75", "Ignoring incompatible"],
+    "flashinfer": [
+        "Ninja build failed.",
+        " Ninja output:",
+        "FlashInfer requires GPUs with sm75",
+        "Ignoring incompatible",
+    ],
     "apache_tvm_ffi": ["ninja exited with status"],
 }
 LEVELS = ("info", "warning", "debug", "warn", "info_once", "warning_once", "warning_rank0", "log_info_on_rank0")
@@ -60,12 +67,15 @@ LEVELS = ("info", "warning", "debug", "warn", "info_once", "warning_once", "warn
 
 @functools.lru_cache
 def sources(name):
-    """The Python files of a wheel, {} when it is not there."""
+    """The Python files of a wheel (or of what tests/toolkit unpacked of it), {} when it is not there."""
     found = sorted(WHEELS.glob(f"{name}-*.whl")) or sorted(WHEELS.glob(f"{name}_python-*.whl"))
-    if not found:
-        return {}
-    with zipfile.ZipFile(found[0]) as wheel:
-        return {item: wheel.read(item).decode("utf-8", "replace") for item in wheel.namelist() if item.endswith(".py")}
+    if found:
+        with zipfile.ZipFile(found[0]) as wheel:
+            names = [item for item in wheel.namelist() if item.endswith(".py")]
+            return {item: wheel.read(item).decode("utf-8", "replace") for item in names}
+    folders = sorted((CACHE / "toolkit").glob(f"{name}-*/{name}"))
+    files = [path for folder in folders[-1:] for path in folder.rglob("*.py") if "data" not in path.parts]
+    return {str(path): path.read_text(errors="replace") for path in files}
 
 
 def joined(text):
@@ -109,21 +119,76 @@ def literal(node):
     return ""
 
 
+STAMP = "[2026-12-01 02:16:58] "
+# Warnings that are the cause more often than not (taxonomy, "a warning may be the cause"): what is left of them is
+# named beside the exception that nothing explains.
+MAY_BE_THE_CAUSE = {
+    "arch_list_wrong",
+    "driver_too_old",
+    "driver_unavailable",
+    "gpu_access_denied",
+    "nvcc_too_old_for_gpu",
+    "no_kernel_image",
+}
+
+
+# Said when it is so: that very thing is what is wrong with the model's files, the port, the cubins.
+TRUE_WHEN_SAID = (
+    "Corrupted safetensors file detected",
+    "Index validation failed: missing shard",
+    "Shard validation failed: missing shards",
+    "Incomplete checkpoint for",
+    "is in use, but we could not find the process",
+    "Cubin directory does not exist",
+)
+CHUNK = 40  # texts tried in one log; only where that says something is each tried alone
+
+
+@functools.lru_cache
+def texts_of(name):
+    """The texts of a wheel that are logged below the level of an error."""
+    texts = [text for text in sorted(set(logged(sources(name)))) if not WRAPPER.search(text)]
+    if not texts:
+        pytest.skip(f"neither a wheel of {name} in .cache/wheels nor its files in .cache/toolkit")
+    assert len(texts) > 200
+    return texts
+
+
+def false_causes(name, around):
+    """The texts that are taken for a cause, in logs made of them by around(lines)."""
+    texts = texts_of(name)
+
+    def named(part):
+        lines = [f"{STAMP}{line}" for text in part for line in text.split("\n")]
+        codes = {said.code for log, facts in around(lines) if (said := diagnose(log, facts))}
+        return sorted(code for code in codes if not is_state(code) and code != "unknown_failure")
+
+    chunks = [texts[at : at + CHUNK] for at in range(0, len(texts), CHUNK)]
+    found = {text[:160]: codes for part in chunks if named(part) for text in part if (codes := named([text]))}
+    return len(texts), found
+
+
 @pytest.mark.parametrize("name", ["sglang", "flashinfer"])
 def test_no_text_of_a_healthy_server_is_a_diagnosis(name):
     """While it starts, and while it serves: a server that got ready, or goes on, has nothing that must be explained."""
-    texts = sorted(set(logged(sources(name))))
-    if not texts:
-        pytest.skip(f"no wheel of {name} in .cache/wheels")
-    assert len(texts) > 200
-    stamp = "[2026-12-01 02:16:58] "
-    ready = f"{stamp}The server is fired up and ready to roll!"
-    found = {}
-    for text in texts:
-        lines = [f"{stamp}{line}" for line in text.split("\n")]
-        for log in ([*lines, ready], [ready, *lines]):
-            said = diagnose(log)
-            if said and not is_state(said.code) and not WRAPPER.search(text):
-                found[text[:160]] = said.code
-    print(f"{name}: {len(texts)} texts, {len(found)} diagnoses")
+    ready = f"{STAMP}The server is fired up and ready to roll!"
+    count, found = false_causes(name, lambda lines: [([*lines, ready], None), ([ready, *lines], None)])
+    print(f"{name}: {count} texts, {len(found)} diagnoses")
+    assert found == {}
+
+
+@pytest.mark.parametrize("name", ["sglang", "flashinfer"])
+def test_a_healthy_text_is_not_the_cause_of_a_failure_below_it(name):
+    """What a healthy server says too stands above an exception that no rule knows: nobody may guess it to be why."""
+    below = [
+        f"{STAMP}Scheduler hit an exception: Traceback (most recent call last):",
+        '  File "/v/site-packages/sglang/x.py", line 1, in run',
+        "OddError: a thing nobody knows",
+        "",
+        f"{STAMP}Received sigquit from a child process. It usually means the child failed.",
+    ]
+    count, found = false_causes(name, lambda lines: [([*lines, *below], Facts(failed=True))])
+    found = {text: codes for text, codes in found.items() if set(codes) - MAY_BE_THE_CAUSE}
+    found = {text: codes for text, codes in found.items() if not any(said in text for said in TRUE_WHEN_SAID)}
+    print(f"{name}: {count} texts, {len(found)} false causes")
     assert found == {}

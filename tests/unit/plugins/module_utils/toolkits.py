@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+import json
+import os
+from dataclasses import replace
 from pathlib import Path
 
+from ansible_collections.gpufleet.sglang.plugins.module_utils import _toolkit_finish as finish
+from ansible_collections.gpufleet.sglang.plugins.module_utils import _toolkit_run as tool
 from ansible_collections.gpufleet.sglang.plugins.module_utils._runner import Result, SubprocessRunner
+from ansible_collections.gpufleet.sglang.plugins.module_utils._toolkit_build import Settings
+from ansible_collections.gpufleet.sglang.plugins.module_utils._toolkit_host import Needs
 from ansible_collections.gpufleet.sglang.plugins.module_utils._toolkit_python import Python
 
 WHEELS = {
@@ -139,3 +146,44 @@ class Host(SubprocessRunner):
             Path(argv[argv.index("-o") + 1]).write_text("a stub")
             return Result(0)
         return super().run(argv, **kwargs)
+
+
+class Desk:
+    """One host: a site, settings, a runner."""
+
+    def __init__(self, top: Path, monkeypatch, *without, runner=None, **site) -> None:
+        self.top, self.runner = top, runner or Host()
+        self.site = Site(top, *without, **site)
+        write(top / "venv/bin/gcc")
+        write(top / "venv/bin/c++")
+        self.python = self.site.python
+        monkeypatch.setattr(tool, "ask", lambda runner, path: replace(self.python, path=path))
+        self.settings = Settings(
+            python=self.python.path,
+            folder=str(top / "cuda"),
+            config_dir=str(top / "etc"),
+            archs=("12.0f",),
+            base=str(top / "root"),
+            needs=Needs(cache_dirs=(str(top),)),
+        )
+
+    def run(self, check=False, **changes):
+        settings = replace(self.settings, **changes)
+        return tool.run(settings, self.runner, {"PATH": "/nonexistent"}, check=check)
+
+    def remove(self, check=False):
+        return finish.remove(self.settings.folder, self.settings.config_dir, check=check)
+
+    def record(self):
+        return json.loads((self.top / "etc/toolkit.json").read_text())
+
+
+def snapshot(folder):
+    return {
+        str(p.relative_to(folder)): os.readlink(p) if p.is_symlink() else p.read_bytes() if p.is_file() else None
+        for p in sorted(Path(folder).rglob("*"))
+    }
+
+
+def codes(out, repaired=None):
+    return {i["code"] for i in out.listed() if repaired is None or i["repaired"] == repaired}

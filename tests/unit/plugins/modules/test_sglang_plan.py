@@ -106,3 +106,20 @@ def test_toolkit_file(run, tmp_path):
 def test_facts_that_are_none(run):
     result = run(facts={"gpus": [{"nonsense": 1}]})
     assert result["failed"] is True
+
+
+def test_a_remedy_is_applied_while_the_value_that_failed_is_asked_for_and_then_forgotten(run, tmp_path):
+    record = tmp_path / "etc/remedies.json"
+    record.parent.mkdir()
+    item = {"gpu": 1, "code": "gpu_oom", "setting": "mem_fraction_static", "before": 0.85, "after": 0.8}
+    record.write_text(json.dumps({"schema": 1, "remedies": {"1": item}}))
+    asked = {"settings": {"mem_fraction_static": 0.85}, "remedies": {"gpu_oom": 0.7}}
+    told = run(**asked)
+    assert told["remedies"] == ["GPU 1: mem_fraction_static is 0.8 instead of 0.85 (remedy for gpu_oom)"]
+    assert "0.8" in told["plan"]["instances"][1]["argv"]
+    assert run(**asked)["changed"] is False
+    check = run(**{**asked, "settings": {"mem_fraction_static": 0.7}, "_ansible_check_mode": True})
+    assert (check["changed"], check["remedies"]) == (True, [])
+    assert json.loads(record.read_text())["remedies"]
+    run(**{**asked, "settings": {"mem_fraction_static": 0.7}})
+    assert json.loads(record.read_text())["remedies"] == {}

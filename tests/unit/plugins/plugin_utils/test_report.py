@@ -4,7 +4,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from ansible_collections.gpufleet.sglang.plugins.plugin_utils._report import collect, summary, table, to_json
+from ansible_collections.gpufleet.sglang.plugins.plugin_utils._report import DROPPED, collect, summary, table, to_json
 
 READY = {
     "gpu": 0,
@@ -61,11 +61,12 @@ def test_width(width, host):
 @pytest.mark.parametrize(
     ("result", "state", "reason"),
     [
-        (None, "unreachable", "the host could not be reached"),
+        (None, "unknown", DROPPED),
+        ({"unreachable": True}, "unreachable", "the host could not be reached"),
         ({"unreachable": True, "msg": "Task failed: no route"}, "unreachable", "no route"),
         ({"servers": [], "msg": "no plan"}, "absent", "no plan"),
         ({"failed": True, "msg": "no systemd"}, "unknown", "no systemd"),
-        ("nonsense", "unreachable", "the host could not be reached"),
+        ("nonsense", "unknown", DROPPED),
         ({"servers": "nonsense"}, "absent", "no server is planned on this host"),
         ({"servers": ["nonsense"]}, "absent", "no server is planned on this host"),
     ],

@@ -1,0 +1,401 @@
+# Copyright: The gpufleet.sglang contributors
+# GNU General Public License v3.0+ (see LICENSE or https://www.gnu.org/licenses/gpl-3.0.txt)
+# PRIVATE to the collection gpufleet.sglang: may change at any time.
+"""Builds a set of kernels and proves it. Run by the engine's own Python, as the servers' user, in their environment.
+
+One import of torch and FlashInfer, then a child process for each module that is to be built; in the end a fresh
+process loads every module with compiling forbidden, and no library may have changed by that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import functools
+import hashlib
+import importlib
+import importlib.util
+import json
+import os
+import pwd
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ansible_collections.gpufleet.sglang.plugins.module_utils import _jit_calls as calls
+from ansible_collections.gpufleet.sglang.plugins.module_utils._finding import Finding
+from ansible_collections.gpufleet.sglang.plugins.module_utils._toolkit_errors import recognise
+
+LOCK = ".gpufleet-jit.lock"
+RESULT, PROGRESS = "result.json", "progress.jsonl"
+KILLED = ("signal 9", "Killed", "terminated by signal")
+TEXT = 16_000  # of a failed build's output: enough to say what it was
+FIRST_ERROR = ("error", "fatal", "cannot find", "not found", "No such file", "No space", "denied", "Killed")
+
+
+def workers_for(modules: int, cores: int, available: int, per_worker: int, wish: int = 0) -> tuple[int, int]:
+    """Return how many modules to build at once, and how many compilers each may run: memory is the hard limit."""
+    room = max(1, available // max(1, per_worker))
+    workers = max(1, min(modules, wish or min(cores, room)))
+    return workers, max(1, min(cores, room // workers))
+
+
+def first_error(text: str) -> str:
+    """Return the first line that says what went wrong, not the compiler's command."""
+    for line in text.splitlines():
+        if any(word in line for word in FIRST_ERROR) and "-isystem" not in line and not line.startswith("FAILED: "):
+            return line.strip()[:300]
+    said = [line.strip() for line in text.splitlines() if line.strip()]
+    return said[-1][:300] if said else "no output"
+
+
+def why(text: str) -> dict[str, str]:
+    """Turn a failed build's output into its first real error, a stable code and a remedy."""
+    known = recognise(text)
+    found = known[0] if known else Finding("build_failed", "", "See the journal of the warm-up")
+    return {"error": first_error(text), "code": found.code, "remedy": found.remedy}
+
+
+def fingerprint(path: str) -> list[Any]:
+    """Return what tells that a library is still the same file with the same content."""
+    status = os.stat(path)
+    with open(path, "rb") as file:
+        digest = hashlib.sha256(file.read()).hexdigest()
+    return [status.st_size, status.st_mtime_ns, status.st_ino, digest]
+
+
+def available_memory(meminfo: str = "/proc/meminfo") -> int:
+    """Return how many bytes can be had without swapping; a container's limit counts too."""
+    free = 1 << 62
+    with contextlib.suppress(OSError, ValueError, StopIteration):
+        line = next(line for line in Path(meminfo).read_text().splitlines() if line.startswith("MemAvailable:"))
+        free = int(line.split()[1]) * 1024
+    with contextlib.suppress(OSError, ValueError):
+        limit = int(Path("/sys/fs/cgroup/memory.max").read_text())
+        free = min(free, limit - int(Path("/sys/fs/cgroup/memory.current").read_text()))
+    return free
+
+
+class Worker:
+    """One run over one set."""
+
+    def __init__(self, request: Mapping[str, Any]) -> None:
+        self.request = request
+        self.out = Path(request["out"])
+        self.rows: list[dict[str, Any]] = []
+        self.libraries: dict[str, str] = {}  # path by module
+
+    def say(self, text: str, **more: Any) -> None:
+        """Tell the journal, and whoever waits."""
+        print(text, flush=True)
+        with (self.out / PROGRESS).open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"text": text, **more}) + "\n")
+
+    def finish(self, **result: Any) -> None:
+        """Write the result beside its place and rename it."""
+        part = self.out / f"{RESULT}.part"
+        part.write_text(json.dumps({"id": self.request["id"], "rows": self.rows, **result}), encoding="utf-8")
+        part.replace(self.out / RESULT)
+
+    # before anything is imported
+
+    def obstacles(self) -> list[Finding]:
+        """Return what would make every build fail, or the import itself."""
+        found = []
+        user = pwd.getpwuid(os.geteuid()).pw_name
+        for folder in self.request["cache_dirs"]:
+            probe = f"{folder}/.gpufleet-jit.{os.getpid()}"
+            try:
+                os.makedirs(folder, exist_ok=True)
+                with open(probe, "wb") as file:
+                    file.write(b"\0" * 65536)
+            except OSError as exc:
+                found.append(_no_write(folder, user, exc))
+            finally:
+                with contextlib.suppress(OSError):
+                    os.unlink(probe)
+        return found
+
+    def tools(self) -> list[Finding]:
+        """Return which tools building needs and lacks."""
+        found = []
+        path = os.environ.get("PATH", "")
+        if not shutil.which("ninja"):
+            text = f"ninja is not on the unit's PATH ({path})"
+            found.append(Finding("ninja_missing", text, f"Install it: {sys.executable} -m pip install ninja"))
+        home = os.environ.get("CUDA_HOME", "")
+        nvcc = f"{home}/bin/nvcc" if home else shutil.which("nvcc") or ""
+        if not nvcc or not os.access(nvcc, os.X_OK):
+            text = f"there is no compiler at {nvcc}" if nvcc else "CUDA_HOME is not set and no nvcc is on PATH"
+            found.append(Finding("nvcc_missing", text, "Run the deploy with --tags toolkit,cccl"))
+        compiler = os.environ.get("CXX") or "c++"
+        if not shutil.which(compiler):
+            found.append(Finding("cxx_missing", f"{compiler} is not on the unit's PATH", "Install g++, or correct CXX"))
+        return found
+
+    def prepare(self) -> None:
+        """Import once, as a server does: SGLang sets FlashInfer's architectures itself, whatever the unit says."""
+        capability = self.request["capability"]
+        major, minor = (int(part) for part in capability.split("."))
+        if importlib.util.find_spec("sglang"):  # srt/utils/common.py, set_cuda_arch(): 12.0a even where 12.0f would do
+            os.environ["FLASHINFER_CUDA_ARCH_LIST"] = f"{capability}{'a' if major >= 9 else ''}"
+        else:
+            os.environ.setdefault("FLASHINFER_CUDA_ARCH_LIST", self.request["arch"])
+        torch: Any = importlib.import_module("torch")
+        if not torch.cuda.is_available():  # building on a machine without the GPU
+            torch.cuda.current_device = lambda: 0
+            torch.cuda.get_device_capability = lambda *_args: (major, minor)
+        if any(entry["kind"] == "flashinfer" for entry in self.request["entries"]):
+            importlib.import_module("flashinfer")
+
+    # building
+
+    def run(self) -> None:
+        """Examine, build, prove."""
+        with self.locked():
+            began = time.monotonic()
+            self.prepare()
+            building = self.request["mode"] == "build"
+            modules, odd = calls.resolve(self.request["entries"], repair=building)
+            self.rows += odd
+            todo = [item for item in modules if item.state != calls.READY]
+            ready = [item for item in modules if item.state == calls.READY]
+            self.rows += [_row(item, "already") for item in ready]
+            self.say(f"{len(modules)} modules, {len(ready)} built already ({time.monotonic() - began:.1f} s)")
+            if not building:
+                self.rows += [{**_row(item, "would_compile"), "why": item.state} for item in todo]
+                self.finish()
+                return
+            if todo:
+                lacks = self.tools()
+                if lacks:
+                    self.rows += [{**_row(item, "failed"), **_fault(lacks[0])} for item in todo]
+                    self.finish(problems=[item.to_dict() for item in lacks])
+                    return
+                self.build(todo)
+            self.prove(fresh=bool(todo))
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Let one warm-up at a time work in a cache; the lock dies with its holder."""
+        with open(f"{self.request['cache_dirs'][0]}/{LOCK}", "w", encoding="utf-8") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                self.say("another warm-up is at work in this cache: waiting for it")
+                fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+
+    def build(self, todo: Sequence[calls.Module]) -> None:
+        """Build modules side by side; those that were killed once more, with half the workers."""
+        memory = available_memory()
+        per, cores = int(self.request["memory_per_worker"]), len(os.sched_getaffinity(0))
+        workers, jobs = workers_for(len(todo), cores, memory, per, int(self.request["workers"]))
+        self.say(f"building {len(todo)} modules, {workers} at a time ({cores} cores, {memory >> 30} GiB free)")
+        killed = self.build_batch(todo, workers, jobs, 0)
+        if killed:
+            workers, jobs = max(1, workers // 2), max(1, jobs // 2)
+            self.say(f"{len(killed)} were killed, as by the kernel when memory ends: once more, {workers} at a time")
+            self.build_batch(killed, workers, jobs, len(todo) - len(killed), last=True)
+
+    def build_batch(
+        self, todo: Sequence[calls.Module], workers: int, jobs: int, done: int, *, last: bool = False
+    ) -> list[calls.Module]:
+        """Fork a child per module; returns those that were killed."""
+        queue, total = list(todo), len(todo) + done
+        running: dict[int, tuple[calls.Module, float, int]] = {}
+        killed = []
+        while queue or running:
+            while queue and len(running) < workers:
+                module = queue.pop(0)
+                reader, writer = os.pipe()
+                began = time.monotonic()
+                pid = os.fork()
+                if pid == 0:
+                    os.close(reader)
+                    _child(functools.partial(_build, module), jobs, writer)
+                os.close(writer)
+                running[pid] = (module, began, reader)
+            pid, status = os.wait()
+            if pid not in running:
+                continue
+            module, began, reader = running.pop(pid)
+            text = _drain(reader)
+            seconds = round(time.monotonic() - began, 1)
+            died = os.WIFSIGNALED(status)
+            if (died or any(word in text for word in KILLED)) and not last:
+                killed.append(module)
+                continue
+            done += 1
+            if status == 0:
+                self.rows.append({**_row(module, "compiled"), "seconds": seconds})
+                self.say(f"module {done} of {total}: {module.name} built in {seconds} s", done=done, total=total)
+                continue
+            text = text or f"the build was killed by signal {os.WTERMSIG(status) if died else '?'}"
+            cause = why(text)
+            if any(word in text for word in (*KILLED, "killed by signal")):
+                cause.update(code="compiler_killed", remedy="Free memory, or lower sglang_server_jit_workers")
+            self.rows.append({**_row(module, "failed"), "seconds": seconds, **cause})
+            self.say(f"module {done} of {total}: {module.name} FAILED: {cause['error']}", done=done, total=total)
+            print(text, flush=True)
+        return killed
+
+    # proving
+
+    def prove(self, *, fresh: bool) -> None:
+        """Load every module where none was loaded before, with compiling forbidden, and look that no file changed."""
+        failed = {row["name"] for row in self.rows if row["state"] == "failed"}
+        names = [row["name"] for row in self.rows if row["state"] in ("already", "compiled")]
+        proof_file = self.out / "proof.json"
+        with contextlib.suppress(FileNotFoundError):
+            proof_file.unlink()
+        if fresh:
+            argv = [sys.executable, *self.request["argv"], "prove"]
+            done = subprocess.run(argv, capture_output=True, text=True, check=False)
+            rc, said = done.returncode, done.stdout + done.stderr
+        else:
+            pid = os.fork()
+            if pid == 0:
+                _child(self.load_all, 1, os.open(os.devnull, os.O_WRONLY))
+            rc, said = os.waitpid(pid, 0)[1], ""
+        try:
+            proof = json.loads(proof_file.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            proof = {"loaded": {}, "bad": {}, "loading": ""}
+        bad = dict(proof["bad"])
+        if rc != 0:
+            bad.setdefault(proof.get("loading") or "the loading process", f"died (status {rc}): {first_error(said)}")
+        missing = [] if rc else [name for name in proof.get("missing", []) if name not in failed]
+        bad.update(dict.fromkeys(missing, "a server would compile it again"))
+        for name, text in bad.items():
+            row = next((item for item in self.rows if item["name"] == name), None)
+            fault = {"state": "failed", "error": text, "code": "not_proven", "remedy": "Run it again; see the journal"}
+            self.rows.append({"name": name, "kind": "", **fault}) if row is None else row.update(fault)
+        self.say(f"{len(names) - len(bad)} modules loaded by a fresh process without compiling")
+        self.finish(
+            libraries=proof["loaded"],
+            arch=os.environ["FLASHINFER_CUDA_ARCH_LIST"],
+            flashinfer=getattr(sys.modules.get("flashinfer"), "__version__", ""),
+        )
+
+    def load_all(self) -> None:
+        """In the fresh process: make every call, note what was loaded and what changed by it."""
+        proof: dict[str, Any] = {"loaded": {}, "bad": {}, "missing": [], "loading": ""}
+
+        def note(name: str) -> None:
+            proof["loading"] = name
+            (self.out / "proof.json").write_text(json.dumps(proof), encoding="utf-8")
+
+        modules, _odd = calls.resolve(self.request["entries"], repair=False)
+        for module in modules:
+            note(module.name)
+            if module.state != calls.READY:
+                proof["missing"].append(module.name)
+                continue
+            if not module.library:
+                continue
+            try:
+                before = fingerprint(module.library)
+                loaded: list[str] = []
+                with calls.watching(loaded, repair=False, compile_allowed=False):
+                    if module.spec is not None:
+                        module.spec.build_and_load()
+                    else:
+                        importlib.import_module("tvm_ffi").load_module(module.library)
+                if fingerprint(module.library) != before:
+                    proof["bad"][module.name] = "loading it compiled it again"
+                proof["loaded"][module.name] = [module.library, *fingerprint(module.library)]
+            except Exception as exc:
+                proof["bad"][module.name] = first_error(str(exc))
+        note("")
+
+
+def _row(module: calls.Module, state: str) -> dict[str, Any]:
+    return {"name": module.name, "kind": module.kind, "state": state, "entry": dict(module.entry)}
+
+
+def _fault(finding: Finding) -> dict[str, str]:
+    return {"error": finding.message, "code": finding.code, "remedy": finding.remedy}
+
+
+def _no_write(folder: str, user: str, exc: OSError) -> Finding:
+    text = f"the kernel cache {folder} cannot be written to by {user}: {exc.strerror}"
+    with contextlib.suppress(OSError, KeyError):
+        text += f" (it belongs to {pwd.getpwuid(os.stat(folder).st_uid).pw_name})"
+    if exc.errno == 28:
+        return Finding("no_space", text, "Free space on that file system")
+    return Finding("cache_readonly", text, f"Mount it writable, or chown {user} {folder}")
+
+
+def _build(module: calls.Module) -> None:
+    if module.spec is None:
+        calls.sglang_build(module)
+        return
+    _wait_for_orphans(str(module.spec.build_dir) if hasattr(module.spec, "build_dir") else "")
+    calls.flashinfer_build(module)
+
+
+def _wait_for_orphans(folder: str, limit: float = 300.0) -> None:
+    """Wait for compilers that a killed run left behind: they still write to the files that we would write."""
+    end = time.monotonic() + limit
+    while folder and time.monotonic() < end and any(_cwd(path) == folder for path in Path("/proc").glob("[0-9]*")):
+        time.sleep(0.2)
+
+
+def _cwd(process: Path) -> str:
+    try:
+        return os.readlink(process / "cwd")
+    except OSError:
+        return ""
+
+
+def _child(work: Callable[[], None], jobs: int, writer: int) -> None:
+    """Do the work in a forked child, which ends here; what went wrong goes to the pipe."""
+    code = 1
+    try:
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: not to outlive the run
+        os.environ["MAX_JOBS"] = str(jobs)
+        work()
+        code = 0
+    except BaseException as exc:
+        text = f"{exc}" or traceback.format_exc()
+        lines = [line for line in text.splitlines() if "-isystem" not in line or len(line) < 400]
+        with contextlib.suppress(OSError):
+            os.write(writer, "\n".join(lines)[:TEXT].encode())
+    finally:
+        os._exit(code)
+
+
+def _drain(reader: int) -> str:
+    with os.fdopen(reader, "rb") as file:
+        return file.read().decode("utf-8", errors="replace")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Read the request; an exception becomes a result that names its cause."""
+    request = json.loads(Path(argv[0]).read_text(encoding="utf-8"))
+    worker = Worker(request)
+    if argv[1:] == ["prove"]:
+        worker.prepare()
+        worker.load_all()
+        return 0
+    obstacles = worker.obstacles()
+    if obstacles:
+        worker.finish(problems=[item.to_dict() for item in obstacles])
+        return 1
+    try:
+        worker.run()
+    except Exception as exc:
+        print(traceback.format_exc(), flush=True)
+        known = recognise(f"{exc}") or [Finding("warm_up_failed", f"{type(exc).__name__}: {first_error(str(exc))}")]
+        with contextlib.suppress(OSError):
+            worker.finish(problems=[item.to_dict() for item in known[:1]])
+        return 1
+    return 0

@@ -1,0 +1,178 @@
+# Copyright: The gpufleet.sglang contributors
+# GNU General Public License v3.0+ (see LICENSE or https://www.gnu.org/licenses/gpl-3.0.txt)
+# PRIVATE to the collection gpufleet.sglang: may change at any time.
+"""The end of a run: toolkit.json, units that drift, trees that nobody needs any more, and taking all of it back."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ansible_collections.gpufleet.sglang.plugins.module_utils import _toolkit_apply as apply
+from ansible_collections.gpufleet.sglang.plugins.module_utils import _toolkit_host as host
+from ansible_collections.gpufleet.sglang.plugins.module_utils import _toolkit_inplace as inplace
+from ansible_collections.gpufleet.sglang.plugins.module_utils import _toolkit_probe as probes
+from ansible_collections.gpufleet.sglang.plugins.module_utils import _toolkit_state as state
+from ansible_collections.gpufleet.sglang.plugins.module_utils._files import (
+    FileError,
+    FileSpec,
+    file_changes,
+    write_files,
+)
+from ansible_collections.gpufleet.sglang.plugins.module_utils._finding import WARNING, Finding
+from ansible_collections.gpufleet.sglang.plugins.module_utils._toolkit_build import NONE, Settings
+from ansible_collections.gpufleet.sglang.plugins.module_utils._toolkit_folder import MARK
+from ansible_collections.gpufleet.sglang.plugins.module_utils._toolkit_outcome import Outcome
+
+
+def finish(settings: Settings, out: Outcome, before: Mapping[str, Any], check: bool) -> Outcome:
+    """Write toolkit.json, see which units drift, prune trees that nobody needs."""
+    kept = str(before.get("cuda_home") or "")
+    same = before.get("python") == settings.python  # what was proven for another environment proves nothing here
+    whole = bool(kept) and all(os.path.exists(f"{kept}/{name}") for name in ("bin/nvcc", "lib64/libcudart.so"))
+    if not out.proven:
+        out.cuda_home = kept if same and whole else None  # what running units have stays when a run fails
+    known = out.known if out.proven or not out.cuda_home else {**probes.known_proofs(before), **out.known}
+    cleared = host.stale_ninja(settings.needs.cache_dirs, out.cuda_home or "", out.flashinfer) if out.proven else []
+    if cleared:
+        out.findings += host.ninja_finding(cleared, check)
+        out.repaired |= set() if check else {"ninja_pinned"}
+        out.changed = True
+    _write(settings, out, known, cleared, check)
+    if out.cuda_home:
+        out.drift = state.drift(settings.config_dir, out.cuda_home)
+    if out.proven and not check and settings.repair != NONE:  # the folder's lock is held
+        keep = [out.cuda_home or "", str(out.details.get("private") or "")]
+        try:
+            out.pruned = prune(settings.folder, settings.config_dir, keep)
+        except OSError as exc:  # it is in nobody's way
+            text = f"{exc.filename}: {exc.strerror}: a folder that nobody needs any more could not be removed"
+            out.findings.append(Finding("not_pruned", text, "Remove it", WARNING))
+    return out
+
+
+def _write(settings: Settings, out: Outcome, known: Mapping[str, str], cleared: Sequence[str], check: bool) -> None:
+    if not out.details:
+        out.details = {"how": settings.repair, "arch_list": list(settings.archs), "python": settings.python}
+    record = state.record(
+        cuda_home=out.cuda_home,
+        versions=out.versions,
+        findings=[_lasting(item) for item in out.listed() if item["code"] != "ninja_pinned"],
+        repairs=out.repairs,
+        details={**out.details, "folder": settings.folder, "proven": out.proven, "proofs": dict(known)},
+    )
+    spec = FileSpec(f"{settings.config_dir}/{state.NAME}", record)
+    try:
+        changes = file_changes([spec])
+        if changes:
+            out.changed = True
+            out.diff += [change.diff for change in changes]
+        if check:
+            return
+        if changes:
+            _make(settings.config_dir)
+            write_files([spec])
+        _sweep(settings.config_dir)
+        for path in cleared:
+            os.unlink(path)
+    except (FileError, OSError) as exc:
+        out.findings.append(
+            Finding("record_unwritable", f"{settings.config_dir}: {exc}", "Run as root, or give another config_dir")
+        )
+
+
+def _lasting(item: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a finding without what differs from run to run: a record that says the same is the same."""
+    return {**item, "message": re.sub(r"\d+ MiB free", "too little free", item["message"])}
+
+
+def _make(folder: str) -> None:
+    if not os.path.isdir(folder):
+        os.makedirs(folder, exist_ok=True)
+        os.chmod(folder, 0o755)
+
+
+def _sweep(config_dir: str, age: float = 600.0) -> None:
+    """Take away what a killed run left of its record."""
+    for path in Path(config_dir).glob(f".{state.NAME}.*"):
+        with contextlib.suppress(OSError):
+            if time.time() - path.lstat().st_mtime >= age:
+                path.unlink()
+
+
+def prune(folder: str, config_dir: str, keep: Sequence[str]) -> list[str]:
+    """Remove trees and private sets that no configuration, unit, process or tree names any more."""
+    gone = []
+    config_dirs = {config_dir, *state.users(folder)}
+    for group in (apply.trees(folder), apply.private_sets(folder)):
+        names = [path for path in group if path not in keep]
+        needed = state.references(names, config_dirs)
+        linked = apply.linked_from(folder, names)
+        for path in names:
+            if not needed[path] and path not in linked:
+                apply.discard(path)
+                gone.append(path)
+    return gone
+
+
+def remove(folder: str, config_dir: str, *, check: bool = False) -> Outcome:
+    """Take back everything: trees, private sets, additions to wheels, toolkit.json; what others use stays.
+
+    Raises ApplyError, with the remedy, when a server still has one of the trees as its CUDA_HOME.
+    """
+    out = Outcome()
+    ours = os.path.isfile(f"{folder}/{MARK}") and not os.path.islink(folder)
+    names = [*apply.trees(folder), *apply.private_sets(folder), *inplace.records(folder)] if ours else []
+    recorded = state.load(config_dir)
+    if recorded and recorded.get("folder", folder) == folder:
+        names.append(f"{config_dir}/{state.NAME}")
+    if not ours and not names:
+        return out
+    out.changed = True
+    text = "".join(f"{path}\n" for path in names)
+    out.diff.append({"before_header": folder, "after_header": folder, "before": text, "after": ""})
+    if check:
+        return out
+    if ours:
+        _in_use(folder, config_dir)
+        with apply.locked(folder):
+            out.pruned = _take_back(folder, config_dir)
+    if names and names[-1] == f"{config_dir}/{state.NAME}":  # last: a run that is killed is taken up again
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(names[-1])
+        _sweep(config_dir, 0.0)
+        with contextlib.suppress(OSError):
+            os.rmdir(config_dir)  # when nothing else is in it
+    return out
+
+
+def _take_back(folder: str, config_dir: str) -> list[str]:
+    others = [item for item in state.users(folder) if item != config_dir and os.path.exists(f"{item}/{state.NAME}")]
+    needed = {state.load(item).get("cuda_home") for item in others}
+    for path in inplace.records(folder):
+        if inplace.root_of(path) not in needed:
+            inplace.undo(path)
+    if not others:
+        return apply.remove_all(folder)
+    state.set_users(folder, others)
+    return prune(folder, others[0], [])
+
+
+def _in_use(folder: str, config_dir: str) -> None:
+    """Refuse to take away what a server compiles with."""
+    roots = {inplace.root_of(path) for path in inplace.records(folder)}
+    users = [
+        f"{item.unit} ({item.cuda_home})"
+        for item in state.drift(config_dir, "")
+        if item.cuda_home.startswith(f"{folder}/") or item.cuda_home in roots
+    ]
+    if users:
+        raise apply.ApplyError(
+            f"{folder}: nothing was removed, for {', '.join(users)} compiles with it. Remedy: remove the servers too "
+            "(playbooks/remove.yml without tags), or deploy them with another CUDA_HOME first"
+        )

@@ -1,0 +1,294 @@
+"""The phases of the GPU proof, in the order in which they are worth the machine's time."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import faults
+import kit
+from box import CACHE, Box, Compilers, Played, answers, kernels, wait_for_answer
+
+FLAGS = {
+    "load-format": "dummy", "attention-backend": "flashinfer", "sampling-backend": "flashinfer",
+    "chunked-prefill-size": "4096", "max-running-requests": "64",
+}  # fmt: skip
+FRACTION_SHARED, FRACTION_OWN = 0.1, 0.6
+NAIVE_PORT = 31000
+MORE = (Box("c1", 30010), Box("c2", 30020))
+# NVLink multicast stays off where the machine says so: other tenants share its switches
+PASSED_ON = ("NCCL_NVLS_ENABLE", "TORCH_SYMM_MEM_DISABLE_MULTICAST", "NVSHMEM_DISABLE_NVLS")
+
+
+@dataclass
+class Context:
+    """What the phases hand to each other."""
+
+    say: Callable[[str], None]
+    proof: Path
+    report: dict[str, Any]
+    box: Box = field(default_factory=lambda: Box("c0"))
+
+    @property
+    def gpus(self) -> int:
+        """Return how many GPUs the machine has."""
+        return len(self.report["machine"]["gpus"])
+
+    @property
+    def fraction(self) -> float:
+        """Return the share of a GPU's memory that one server takes."""
+        return FRACTION_OWN if self.gpus > 1 else FRACTION_SHARED
+
+    def log(self, name: str) -> Path:
+        """Return where a log goes."""
+        return self.proof / "logs" / f"{name}.log"
+
+    def variables(self, port: int = 30000, model: str = "dense", **more: Any) -> dict[str, Any]:
+        """Return the inventory's variables."""
+        passed = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
+        return {
+            "sglang_server_venv": str(kit.ENGINE),
+            "sglang_server_version": "0.5.17",
+            "sglang_server_model": str(kit.MODELS / model),
+            "sglang_server_load_format": "dummy",
+            "sglang_server_attention_backend": "flashinfer",
+            "sglang_server_sampling_backend": "flashinfer",
+            "sglang_server_chunked_prefill_size": 4096,
+            "sglang_server_max_running_requests": 64,
+            "sglang_server_mem_fraction_static": self.fraction,
+            "sglang_server_base_port": port,
+            "sglang_server_environment": passed,
+            "cuda_toolkit_fix_wheel_dir": str(kit.KIT / "repair"),
+            **more,
+        }
+
+    def deploy(self, name: str, box: Box | None = None, **more: Any) -> tuple[Played, dict[str, Any]]:
+        """Run the deploy; returns it, and what the servers compiled meanwhile."""
+        box = box or self.box
+        watch = Compilers()
+        watch.start()
+        played = box.play("deploy", self.variables(box.port, **more), self.log(name))
+        watch.ended.set()
+        for unit in units(box):
+            self.log(f"{name}-{unit}").write_text(box.journal(unit), encoding="utf-8")
+        compiled = {unit: compiled_since_start(box, unit) for unit in units(box)}
+        return played, {**played.to_dict(), "compiled_by_servers": compiled, "compilers_in_units": watch.servers()}
+
+
+def units(box: Box) -> list[str]:
+    """Return the servers' units."""
+    return sorted(path.name for path in (box.root / "etc/systemd/system").glob("sglang@*.service"))
+
+
+def compiled_since_start(box: Box, unit: str) -> list[str]:
+    """Return the modules in the shared cache that are newer than the unit's process."""
+    show = ("systemctl", "show", "--timestamp=unix", "-p", "ExecMainStartTimestamp", "--value", unit)
+    since = box.run(*show).stdout.strip().lstrip("@")
+    return kernels(float(since), box.root / CACHE.lstrip("/")) if since else []
+
+
+def output(*argv: str, timeout: float = 60.0) -> str:
+    """Return what a command of the machine says, "" when it fails."""
+    try:
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=timeout, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.strip()
+
+
+def machine(context: Context) -> dict[str, Any]:
+    """What the machine is; boots the container."""
+    query = "index,uuid,name,compute_cap,memory.total,driver_version,pci.bus_id"
+    rows = output("nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader,nounits").splitlines()
+    gpus = [dict(zip(query.split(","), (cell.strip() for cell in row.split(",")))) for row in rows]
+    home = os.environ.get("CUDA_HOME", "")
+    nvcc = output(f"{home}/bin/nvcc", "--version").splitlines()[-2:-1] if home else []
+    context.report["machine"] = {
+        "gpus": gpus, "cores": os.cpu_count(), "kernel": platform.release(), "python": sys.version.split()[0],
+        "executable": sys.executable, "base_site": str(kit.base_site()), "cuda_home": home, "nvcc": nvcc,
+        "nvidia_folders": sorted(path.name for path in (kit.base_site() / "nvidia").glob("*")),
+        "gcc": output("gcc", "-dumpfullversion"), "compiler": output("bash", "-c", "type -p g++ c++ ninja"),
+        "nodes": sorted(str(path) for path in Path("/dev").glob("nvidia*")),
+        "memory": output("grep", "MemTotal", "/proc/meminfo"), "root": output("findmnt", "-no", "FSTYPE", "/"),
+    }  # fmt: skip
+    kit.take_small()
+    state = context.box.boot()
+    return {"systemd": state, "ok": state in ("running", "degraded") and bool(gpus)}
+
+
+def naive(context: Context) -> dict[str, Any]:
+    """A first start by hand on the machine's own whole toolkit with empty caches: what users have without us."""
+    kit.make_venv(context.say)
+    return by_hand(context, "naive", os.environ.get("CUDA_HOME", ""))
+
+
+def by_hand(context: Context, name: str, cuda_home: str) -> dict[str, Any]:
+    """Start a server as a plain unit, with caches of its own, and time its first answer."""
+    box, place = context.box, Path(f"/var/lib/{name}")
+    words = [f"{kit.ENGINE}/bin/python", "-m", "sglang.launch_server", "--model-path", f"{kit.MODELS}/dense"]
+    words += ["--port", str(NAIVE_PORT), "--mem-fraction-static", str(context.fraction)]
+    words += [word for flag, value in FLAGS.items() for word in (f"--{flag}", value)]
+    environment = {
+        "HOME": str(place), "PATH": f"{kit.ENGINE}/bin:{cuda_home}/bin:{os.environ['PATH']}", "CUDA_HOME": cuda_home,
+        "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "0", "PYTHONUNBUFFERED": "1",
+    }  # fmt: skip
+    box.run("mkdir", "-p", str(place), check=True)
+    argv = ["systemd-run", f"--unit={name}", "--property=KillMode=mixed", "--property=TimeoutStopSec=60"]
+    argv += [f"--setenv={key}={value}" for key, value in environment.items()]
+    box.run(*argv, *words, check=True)
+    seconds = wait_for_answer(NAIVE_PORT, lambda: box.property(f"{name}.service", "ActiveState") == "active")
+    compiled = kernels(0, box.root / place.relative_to("/"))
+    journal = box.run("journalctl", "-o", "cat", "--no-pager", "-u", f"{name}.service").stdout
+    context.log(name).parent.mkdir(parents=True, exist_ok=True)
+    context.log(name).write_text(journal, encoding="utf-8")
+    box.run("systemctl", "stop", f"{name}.service")
+    found: dict[str, Any] = {"first_answer": seconds, "compiled": len(compiled), "modules": compiled}
+    return found if seconds else {**found, "why": journal[-1500:]}
+
+
+def hide_toolkits(box: Box) -> None:
+    """Take the machine's own toolkits away from a container: it is a host that has pip's alone."""
+    places = (os.environ.get("CUDA_HOME", ""), "/usr/local/cuda")
+    for folder in {os.path.realpath(path) for path in places if path and os.path.isdir(path)}:
+        box.hide(folder)
+
+
+def broken(context: Context) -> dict[str, Any]:
+    """pip's toolkit as pip lays it out: what nvcc and the linker say to it."""
+    kit.make_venv(context.say)
+    kit.add_toolkit(context.say)
+    hide_toolkits(context.box)
+    tree = kit.site_of() / "nvidia/cu13"
+    source = context.proof / "probe.cu"
+    source.write_text(
+        "#include <cuda/std/type_traits>\n#include <nv/target>\n__global__ void k() {}\n", encoding="utf-8"
+    )
+    run = context.box.run
+    compiled = run(str(tree / "bin/nvcc"), "-arch=native", "-c", str(source), "-o", "/tmp/probe.o")
+    source.write_text("int main() { return 0; }\n", encoding="utf-8")
+    link = ["g++", "-shared", "-fPIC", "-x", "c++", str(source), f"-L{tree}/lib64", f"-L{tree}/lib64/stubs"]
+    linked = run(*link, "-lcudart", "-lcuda", "-o", "/tmp/probe.so")
+    said = {
+        "nvcc": [line for line in compiled.stderr.splitlines() if "error" in line][:3],
+        "link": [line for line in linked.stderr.splitlines() if "cannot find" in line][:3],
+    }
+    return {**said, "nvcc_rc": compiled.returncode, "link_rc": linked.returncode,
+            "ok": compiled.returncode != 0 and linked.returncode != 0}  # fmt: skip
+
+
+def cold(context: Context) -> dict[str, Any]:
+    """Our deploy on the broken toolkit with empty caches: every server answers, and none compiles a module."""
+    kit.add_toolkit(context.say)
+    kit.add_repair(context.say)
+    played, data = context.deploy("cold")
+    servers = health(context)
+    data["versions"] = versions(context)
+    silent = not any(data["compiled_by_servers"].values()) and not data["compilers_in_units"]
+    ours, theirs = data["first_verified"], context.report["phases"].get("naive", {}).get("first_answer")
+    ratio = round(ours / theirs, 3) if ours and theirs else None
+    data.update(servers=servers, nothing_compiled_by_servers=silent, of_naive=ratio)
+    good = played.rc == 0 and silent and len(servers) == context.gpus and all(servers.values())
+    return (
+        data if good else {**data, "why": played.text[-3000:] if played.rc else "see servers and compiled_by_servers"}
+    )
+
+
+def health(context: Context, box: Box | None = None) -> dict[str, bool]:
+    """Ask every server of the plan from outside."""
+    box = box or context.box
+    index = {unit: int(unit.partition("@")[2].partition(".")[0]) for unit in units(box)}
+    return {unit: answers(box.port + gpu) for unit, gpu in index.items()}
+
+
+def versions(context: Context) -> dict[str, str]:
+    """Return the versions that matter."""
+    names = (
+        "sglang",
+        "torch",
+        "flashinfer-python",
+        "sglang-kernel",
+        "triton",
+        "nvidia-cuda-nvcc",
+        "nvidia-cuda-runtime",
+    )
+    code = "import importlib.metadata as m, json, sys; print(json.dumps({n: m.version(n) for n in sys.argv[1:]}))"
+    text = context.box.run(f"{kit.ENGINE}/bin/python", "-c", code, *names).stdout.strip()
+    toolkit = context.box.root / "etc/sglang/toolkit.json"
+    return {"packages": text, "toolkit": toolkit.read_text(encoding="utf-8")[:4000] if toolkit.exists() else ""}
+
+
+def noop(context: Context) -> dict[str, Any]:
+    """The deploy again: nothing changes."""
+    played, data = context.deploy("noop")
+    good = played.rc == 0 and played.changed == 0
+    return data if good else {**data, "why": played.text[-2000:]}
+
+
+def warm(context: Context) -> dict[str, Any]:
+    """All servers down, then the deploy on warm caches, against the engine's own start by hand."""
+    box = context.box
+    unit = units(box)[0]
+    port = box.port + int(unit.partition("@")[2].partition(".")[0])
+    stopped = time.monotonic()
+    box.run("systemctl", "stop", "sglang.target", timeout=200)
+    stop = round(time.monotonic() - stopped, 1)
+    box.run("systemctl", "start", unit, check=True)
+    own = wait_for_answer(port, lambda: box.property(unit, "ActiveState") == "active")
+    box.run("systemctl", "stop", "sglang.target", timeout=200)
+    played, data = context.deploy("warm")
+    more = round(data["first_verified"] - own, 1) if data["first_verified"] and own else None
+    data.update(engine_alone=own, stop=stop, first_over_engine=more)
+    good = played.rc == 0 and own is not None
+    return data if good else {**data, "why": played.text[-2000:]}
+
+
+def more(context: Context) -> dict[str, Any]:
+    """More servers on one GPU, one after another: each a host of its own that shares the caches."""
+    if context.gpus > 1:
+        return {"skipped": "every GPU has its own server"}
+    data: dict[str, Any] = {"servers": {}}
+    for box in MORE:
+        box.boot(context.box)
+        hide_toolkits(box)
+        played, found = context.deploy(f"more-{box.name}", box)
+        data["servers"][box.name] = {**found, "answers": health(context, box)}
+        if played.rc != 0:
+            data["why"] = played.text[-2000:]
+    data["all"] = {box.name: health(context, box) for box in (context.box, *MORE)}
+    return data
+
+
+def down(context: Context) -> dict[str, Any]:
+    """All servers stop; the GPUs are empty after it."""
+    for box in (context.box, *MORE):
+        if Path(f"/mnt/{box.name}/run").exists():
+            box.run("systemctl", "stop", "sglang.target", timeout=200)
+    time.sleep(2)
+    return {"memory": output("nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader")}
+
+
+def provoked(context: Context) -> dict[str, Any]:
+    """Faults provoked on the GPU, each named by our diagnosis."""
+    down(context)
+    data = faults.all_faults(context.box, context.proof / "logs", context.say)
+    return data if data["right"] == data["of"] else {**data, "why": "a fault has the wrong name: see faults"}
+
+
+PHASES: dict[str, Callable[[Context], dict[str, Any]]] = {
+    "machine": machine,
+    "naive": naive,
+    "broken": broken,
+    "cold": cold,
+    "noop": noop,
+    "more": more,
+    "warm": warm,
+    "faults": provoked,
+    "down": down,
+}

@@ -1,0 +1,3 @@
+"""FlashInfer's shape, with a compiler that copies a library of the host's."""
+
+__version__ = "0.7.2"

@@ -1,0 +1,170 @@
+"""The worker's own decisions, with real child processes; what is cut off is recognised before it is loaded."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+
+import pytest
+from ansible_collections.gpufleet.sglang.plugins.module_utils import _jit_calls as calls
+from ansible_collections.gpufleet.sglang.plugins.module_utils import _jit_worker as worker
+from ansible_collections.gpufleet.sglang.plugins.module_utils._toolkit_elf import broken
+
+GIB = 1 << 30
+
+
+@pytest.mark.parametrize(
+    ("modules", "cores", "available", "wish", "expected"),
+    [
+        (10, 16, 128 * GIB, 0, (10, 11)),
+        (10, 2, 20 * GIB, 0, (2, 2)),
+        (3, 16, 128 * GIB, 0, (3, 16)),
+        (10, 16, 4 * GIB, 0, (3, 1)),
+        (10, 64, GIB // 2, 0, (1, 1)),
+        (10, 2, 20 * GIB, 5, (5, 2)),
+        (1, 16, 128 * GIB, 8, (1, 16)),
+    ],
+)
+def test_workers_from_cores_and_memory(modules, cores, available, wish, expected):
+    assert worker.workers_for(modules, cores, available, 1126 << 20, wish) == expected
+
+
+def test_first_error_is_no_command():
+    text = """[1/3] nvcc -isystem /x/error/include -c a.cu
+FAILED: [code=1] a.cuda.o
+nvcc -isystem /x -c a.cu -o a.cuda.o
+/usr/include/cuda_fp16.h:4500:10: fatal error: nv/target: No such file or directory
+compilation terminated.
+ninja: build stopped: subcommand failed."""
+    assert worker.first_error(text).startswith("/usr/include/cuda_fp16.h:4500:10: fatal error")
+    assert worker.why(text)["code"] == "nv_target_missing"
+    assert worker.why("odd")["code"] == "build_failed"
+    assert worker.first_error("") == "no output"
+
+
+@pytest.fixture
+def library(tmp_path):
+    path = tmp_path / "lib.so"
+    compiler = shutil.which("gcc") or shutil.which("cc")
+    if not compiler:
+        pytest.skip("no C compiler")
+    source = tmp_path / "lib.c"
+    source.write_text("static char filler[200000] = {1}; char *f(void) { return filler; }")
+    subprocess.run([compiler, "-shared", "-fPIC", "-o", str(path), str(source)], check=True)
+    return path
+
+
+def test_a_library_that_was_cut_off_is_known_by_its_headers(library, tmp_path):
+    assert broken(str(library)) == ""
+    size = library.stat().st_size
+    for length in (0, 10, 63, 64, 1000, size // 2, size - 1):
+        cut = tmp_path / "cut.so"
+        cut.write_bytes(library.read_bytes()[:length])
+        assert broken(str(cut)), length
+    assert broken(str(tmp_path / "gone.so")) == "No such file or directory"
+
+
+def make(tmp_path, **more):
+    request = {"id": "1", "out": str(tmp_path), "cache_dirs": [str(tmp_path)], "workers": 2, "mode": "build"}
+    request.update(entries=[], memory_per_worker=1 << 20, capability="12.0", arch="12.0f", argv=[], **more)
+    return worker.Worker(request)
+
+
+def modules(*names):
+    return [calls.Module("flashinfer", name, {"kind": "flashinfer", "name": name}) for name in names]
+
+
+def lines(tmp_path):
+    return [json.loads(line)["text"] for line in (tmp_path / worker.PROGRESS).read_text().splitlines()]
+
+
+def test_a_child_for_each_module_and_what_went_wrong(tmp_path, monkeypatch):
+    def build(module):
+        if module.name == "bad":
+            raise RuntimeError("Ninja build failed.\nx.cu:1: error: no such thing")
+
+    monkeypatch.setattr(worker, "_build", build)
+    run = make(tmp_path)
+    run.build(modules("one", "bad", "two"))
+    assert {row["name"]: row["state"] for row in run.rows} == {"one": "compiled", "bad": "failed", "two": "compiled"}
+    assert next(row for row in run.rows if row["name"] == "bad")["error"] == "x.cu:1: error: no such thing"
+    assert sum("of 3:" in line for line in lines(tmp_path)) == 3
+
+
+def test_killed_ones_are_built_once_more_with_fewer_workers(tmp_path, monkeypatch):
+    def build(module):
+        mark = tmp_path / f"{module.name}.tried"
+        if module.name == "always" or (module.name == "once" and not mark.exists()):
+            mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    monkeypatch.setattr(worker, "_build", build)
+    run = make(tmp_path)
+    run.build(modules("once", "always", "fine"))
+    found = {row["name"]: row for row in run.rows}
+    assert [found[name]["state"] for name in ("once", "fine", "always")] == ["compiled", "compiled", "failed"]
+    assert found["always"]["code"] == "compiler_killed"
+    assert any("2 were killed" in line and "1 at a time" in line for line in lines(tmp_path))
+
+
+def test_a_compiler_that_the_kernel_killed_counts_as_killed(tmp_path, monkeypatch):
+    def build(module):
+        mark = tmp_path / "tried"
+        if not mark.exists():
+            mark.touch()
+            raise RuntimeError("Ninja build failed.\nKilled\nnvcc error : 'cicc' died due to signal 9 (Kill signal)")
+
+    monkeypatch.setattr(worker, "_build", build)
+    run = make(tmp_path)
+    run.build(modules("big"))
+    assert [row["state"] for row in run.rows] == ["compiled"]
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_cache_of_somebody_else_is_named(tmp_path):
+    tmp_path.chmod(0o555)
+    (found,) = make(tmp_path).obstacles()
+    assert found.code == "cache_readonly"
+    assert str(tmp_path) in found.message
+
+
+def test_missing_tools_are_all_named(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("CUDA_HOME", "/nonexistent")
+    assert [item.code for item in make(tmp_path).tools()] == ["ninja_missing", "nvcc_missing", "cxx_missing"]
+
+
+GETTER = """
+def _jit_x_module(head_dim: int, dtype, half: bool = True):
+    args = make_cpp_args(head_dim, is_arch_support_pdl(), dtype, half)
+    return load_jit("x", *args, cuda_files=["x.cuh"])
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("sgl_kernel_jit_x_128_true_bf16_t_false", [128, "torch.bfloat16", False]),
+        ("sgl_kernel_jit_x_64_false_fp8_e4m3_t_true_0123456789abcdef", [64, "torch.float8_e4m3fn", True]),
+        ("sgl_kernel_jit_x_128_true_bf16_t", None),  # of a release with fewer parameters
+        ("sgl_kernel_jit_xy_128_true_bf16_t_true", None),
+    ],
+)
+def test_a_name_of_sglangs_tells_the_arguments(name, expected):
+    (node,) = ast.parse(GETTER).body
+    words = calls.SGLANG_NAME.fullmatch(name)["words"]
+    assert calls._arguments(node, words) == expected
+
+
+def test_the_worker_needs_nothing_of_ansible(tmp_path):
+    """It is run by the engine's Python, which has no ansible-core."""
+    code = "import sys; sys.modules['ansible'] = None; " + (
+        "from ansible_collections.gpufleet.sglang.plugins.module_utils import _jit_worker; print(_jit_worker.LOCK)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False, text=True)
+    assert done.stdout.strip() == worker.LOCK, done.stderr
