@@ -136,7 +136,7 @@ class Job:
                     **more,
                 )
             except OSError as exc:
-                raise JobError(f"{command[0]}: {exc.strerror}") from exc
+                raise JobError(f"{command[0]} cannot be run by {self.user or 'this user'}: {exc.strerror}") from exc
         (self.folder / "pid").write_text(f"{process.pid} {_started(process.pid)}", encoding="utf-8")
 
     def request(self) -> Mapping[str, Any]:

@@ -110,7 +110,10 @@ class Worker:
         """Return what would make every build fail, or the import itself."""
         found = []
         user = pwd.getpwuid(os.geteuid()).pw_name
+        bad: list[str] = []
         for folder in self.request["cache_dirs"]:
+            if any(folder.startswith(f"{outer}/") for outer in bad):
+                continue  # said already
             probe = f"{folder}/.gpufleet-jit.{os.getpid()}"
             try:
                 os.makedirs(folder, exist_ok=True)
@@ -118,6 +121,7 @@ class Worker:
                     file.write(b"\0" * 65536)
             except OSError as exc:
                 found.append(_no_write(folder, user, exc))
+                bad.append(folder)
             finally:
                 with contextlib.suppress(OSError):
                     os.unlink(probe)

@@ -36,7 +36,7 @@ def test_no_ninja_no_compiler(kernels, tmp_path):
     assert "pip install ninja" in done["msg"]
 
 
-@pytest.mark.skipif(not ROOT, reason="only root can mount and give away")
+@pytest.mark.skipif(not ROOT, reason="only root can mount")
 def test_full_disk_then_good(kernels):
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(kernels.cache)], check=True)
     try:
@@ -49,11 +49,9 @@ def test_full_disk_then_good(kernels):
         subprocess.run(["umount", "-l", str(kernels.cache)], check=True)
 
 
-@pytest.mark.skipif(not ROOT, reason="only root can mount and give away")
-def test_a_cache_that_is_read_only_or_somebody_elses(kernels):
-    done = kernels.warm(modules=FAST, user="nobody")
-    assert codes(done) == ["cache_readonly"]
-    assert "by nobody: Permission denied (it belongs to root)" in done["msg"]
+@pytest.mark.skipif(not ROOT, reason="only root can mount")
+def test_a_cache_that_is_read_only(kernels):
+    """One that belongs to somebody else is in the integration target, where the interpreter is everybody's."""
     subprocess.run(["mount", "-t", "tmpfs", "-o", "ro", "tmpfs", str(kernels.cache)], check=True)
     try:
         done = kernels.warm(modules=FAST)
