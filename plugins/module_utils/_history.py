@@ -58,7 +58,9 @@ def memory_mib(runner: Runner, plan: Plan) -> dict[int, int]:
     """Measure the memory of every server, by GPU: of its GPU on device cuda, else of its unit."""
     if plan.device == "cuda":
         gpus, _findings = query(runner)
-        return {gpu.index: gpu.memory_used_mib for gpu in gpus if gpu.memory_used_mib is not None}
+        used = {gpu.uuid or gpu.index: gpu.memory_used_mib for gpu in gpus if gpu.memory_used_mib is not None}
+        found = {item.gpu: used.get(item.uuid or item.gpu) for item in plan.instances}
+        return {gpu: mib for gpu, mib in found.items() if mib is not None}
     states = show(runner, [item.unit for item in plan.instances])
     return {item.gpu: _resident(cgroup_pids(states[item.unit].control_group)) for item in plan.instances}
 
