@@ -140,9 +140,9 @@ def rolled_back(params: dict[str, Any], check_mode: bool) -> dict[str, Any]:
     plan = _kept.kept_plan(config_dir, name)
     if not Path(plan.release.python).exists():
         raise _kept.KeptError(f"release {name} is not on this host any more: {plan.release.python} is gone")
-    changes = file_changes([FileSpec(str(Path(config_dir) / "plan.json"), plan.to_json(), 0o644)])
+    changes = file_changes([FileSpec(str(Path(config_dir) / "plan.json"), plan.to_json(), 0o600)])
     if changes and not check_mode:
-        write_files([FileSpec(changes[0].spec.path, plan.to_json(), changes[0].before_mode or 0o644)])
+        write_files([change.spec for change in changes])
     return {"changed": bool(changes), "release": name, "plan": plan.to_dict(), "removed_units": []}
 
 
