@@ -85,6 +85,7 @@ def test_a_dead_operators_plan_is_followed_and_a_far_ones_lock_times_out(fleet, 
 
 def test_a_server_killed_under_load_comes_back_alone(fleet):
     """As the kernel does when memory runs out: no warning, no drain. (What names that cause: scenario causes.)"""
+    fleet.play("deploy")
     pids = fleet.pids(GPUS)
     with load(fleet) as told:
         time.sleep(1)
