@@ -34,6 +34,8 @@ class ActionModule(ActionBase):
             except RenderError as exc:
                 raise AnsibleActionFail(str(exc)) from exc
         args.pop("secret_environment", None)
+        if state == "drained":
+            return {**result, **self._drain(args, task_vars)}
         if state == "absent":
             # Nothing is lost: requests are answered before the files go.
             stopped = self._call({**args, "state": "stopped"}, task_vars)
@@ -82,6 +84,23 @@ class ActionModule(ActionBase):
         )
         return called
 
+    def _drain(self, args: dict[str, Any], task_vars: dict[str, Any]) -> dict[str, Any]:
+        """Take servers out of service and wait in slices; one line when it begins, and per slice with requests left."""
+        host = task_vars.get("inventory_hostname", "")
+        begun = time.monotonic()
+        while True:
+            told = self._call({**args, "begun": time.monotonic() - begun, "slice_seconds": SLICE_SECONDS}, task_vars)
+            if told.get("failed") or self._task.check_mode:
+                return told
+            left = {unit: count for unit, count in told["requests"].items() if count}
+            waited = f"{time.monotonic() - begun:.0f} s"
+            if told["drained"]:
+                rest = f"; still at work, their own stop waits for them: {_counts(left)}" if left else ""
+                if told["requests"]:
+                    display.display(f"{host}: out of service after {waited}: {', '.join(told['requests'])}{rest}")
+                return told
+            display.display(f"{host}: waiting for requests: {_counts(left) or 'none left'} ({waited})")
+
     def _settle(self, done: dict[str, Any], args: dict[str, Any], task_vars: dict[str, Any]) -> dict[str, str]:
         """Wait for the jobs that a call queued, one line per change; returns InvocationID by unit started."""
         actions = {item["unit"]: item["action"] for item in done.get("units", []) if item["action"] != "none"}
@@ -118,3 +137,7 @@ class ActionModule(ActionBase):
                     f" see: systemctl list-jobs; journalctl -u {told['pending'][0]}"
                 )
             display.display(f"{host}: waiting for systemd: {', '.join(told['pending'])} ({waited:.0f} s)")
+
+
+def _counts(left: dict[str, int]) -> str:
+    return ", ".join(f"{unit} {count}" for unit, count in left.items())

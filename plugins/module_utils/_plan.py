@@ -26,11 +26,18 @@ from ansible_collections.gpufleet.sglang.plugins.module_utils._flags import (
     nearest,
     settings_flags,
 )
+from ansible_collections.gpufleet.sglang.plugins.module_utils._gone import Gone, is_gone, missed
 from ansible_collections.gpufleet.sglang.plugins.module_utils._gpus import Gpu
 from ansible_collections.gpufleet.sglang.plugins.module_utils._instance import Instance, Plan, Release
 from ansible_collections.gpufleet.sglang.plugins.module_utils._options import EngineOptions
 from ansible_collections.gpufleet.sglang.plugins.module_utils._ports import Listener
-from ansible_collections.gpufleet.sglang.plugins.module_utils._slots import Slot, find_gpu, port_problems, resolve
+from ansible_collections.gpufleet.sglang.plugins.module_utils._slots import (
+    Slot,
+    find_gpu,
+    port_problems,
+    resolve,
+    unit_of_gpu,
+)
 
 _OFFLINE = ("1", "on", "true", "yes")
 
@@ -67,6 +74,7 @@ class PlanFacts:
 
     gpus: Sequence[Gpu] = ()
     gpus_known: bool = True  # nvidia-smi has answered
+    gone: Sequence[Gone] = ()  # GPUs that have a server and are not there any more
     findings: Sequence[Finding] = ()  # of the collection itself
     listeners: Sequence[Listener] = ()
     model: Mapping[str, Any] = field(default_factory=dict)  # _model.inspect()
@@ -89,11 +97,12 @@ def build_plan(
         settings.host,
         facts.gpus,
         facts.gpus_known,
+        facts.gone,
     )
     found.extend(wrong)
     found.extend(port_problems(slots, facts.listeners))
     found.extend(_path_problems(settings))
-    canary, wrong = _canary(settings, slots)
+    canary, wrong = _canary(settings, slots, facts.gone)
     found.extend(wrong)
     if options is None:
         text = "the engine's option list is not there yet: flags are spelled by the version's name and were not checked"
@@ -121,9 +130,14 @@ def build_plan(
     return plan, errors(unique), warnings(unique)
 
 
-def removed_units(plan: Plan, applied: Iterable[Instance]) -> list[str]:
-    """Return the units that an earlier rollout rendered and the plan no longer has, by GPU."""
-    wanted = {item.unit for item in plan.instances}
+def removed_units(
+    plan: Plan, applied: Iterable[Instance], wanted_gpus: Sequence[object] = (), gone: Sequence[Gone] = ()
+) -> list[str]:
+    """Return the units that an earlier rollout rendered and the plan no longer has, by GPU.
+
+    The unit of a GPU that is gone, and that the inventory still asks for, stays.
+    """
+    wanted = {item.unit for item in plan.instances} | {unit_of_gpu(item.gpu) for item in missed(wanted_gpus, gone)}
     return [item.unit for item in sorted(applied, key=lambda item: item.gpu) if item.unit not in wanted]
 
 
@@ -264,11 +278,11 @@ def _fixed(settings: PlanSettings, slot: Slot, served: str) -> list[str]:
     return [*words, "--device", "cpu"] if settings.device == "cpu" else words
 
 
-def _canary(settings: PlanSettings, slots: Sequence[Slot]) -> tuple[int | None, list[Finding]]:
+def _canary(settings: PlanSettings, slots: Sequence[Slot], gone: Sequence[Gone]) -> tuple[int | None, list[Finding]]:
     if not slots:
         return None, []
     gpus = [Gpu(slot.gpu, slot.uuid, slot.name) for slot in slots]
-    if not settings.canary:
+    if not settings.canary or is_gone(settings.canary, gone):
         first = find_gpu(settings.gpus[0], gpus) if settings.gpus else None
         return (first or gpus[0]).index, []
     chosen = find_gpu(settings.canary, gpus)

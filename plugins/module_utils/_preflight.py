@@ -12,7 +12,9 @@ from typing import Any
 
 from ansible_collections.gpufleet.sglang.plugins.module_utils import _gpu_container, _gpu_state, _gpus, _host
 from ansible_collections.gpufleet.sglang.plugins.module_utils._finding import WARNING, Finding
+from ansible_collections.gpufleet.sglang.plugins.module_utils._gone import Gone, broken_nodes, settle
 from ansible_collections.gpufleet.sglang.plugins.module_utils._gpus import Gpu
+from ansible_collections.gpufleet.sglang.plugins.module_utils._instance import read_applied
 from ansible_collections.gpufleet.sglang.plugins.module_utils._ports import Listener, holders, listeners
 from ansible_collections.gpufleet.sglang.plugins.module_utils._slots import Slot, port_problems, resolve, unit_of_gpu
 
@@ -30,6 +32,7 @@ class Wanted:
     base_port: object = 30000
     host: str = "127.0.0.1"
     ports: Sequence[int] = ()
+    config_dir: str = "/etc/sglang"
     paths: Sequence[Mapping[str, Any]] = ()  # path, min_free_mib, unless (a file that makes the space unneeded)
     vmid: str = ""  # of the LXC container on Proxmox, for the name of its configuration
     config_dir: str = "/etc/sglang"
@@ -43,10 +46,16 @@ class GpuFacts:
     known: bool = False  # nvidia-smi has answered
     checked: bool = False  # false on device cpu
     findings: list[Finding] = field(default_factory=list)
+    gone: list[Gone] = field(default_factory=list)
 
 
-def look_at_gpus(host: _host.Host, device: str, timeout: float = 30.0, *, processes: bool = True) -> GpuFacts:
-    """Ask the driver for the GPUs and their processes; nothing is asked on device cpu."""
+def look_at_gpus(
+    host: _host.Host, device: str, timeout: float = 30.0, *, processes: bool = True, config_dir: str = ""
+) -> GpuFacts:
+    """Ask the driver for the GPUs and their processes; nothing is asked on device cpu.
+
+    config_dir: where the servers' files lie; GPUs that have a server keep its number.
+    """
     if device == "cpu":
         return GpuFacts()
     gpus, findings = _gpus.query(host.runner, timeout)
@@ -54,12 +63,14 @@ def look_at_gpus(host: _host.Host, device: str, timeout: float = 30.0, *, proces
     if gpus and processes:
         gpus, more = _gpus.with_processes(host.runner, gpus, host.proc, timeout)
         findings = [*findings, *more]
-    return GpuFacts(gpus, known, True, findings)
+    rolled_out = {gpu: item.uuid for gpu, item in read_applied(config_dir).items()} if config_dir and known else {}
+    gpus, gone = settle(gpus, rolled_out, broken_nodes(host.runner, gpus, rolled_out, host.proc, host.dev))
+    return GpuFacts(gpus, known, True, findings, gone)
 
 
 def collect(host: _host.Host, wanted: Wanted, timeout: float = 30.0) -> tuple[dict[str, Any], list[Finding]]:
     """Look at everything, then judge it: returns the facts and the findings."""
-    seen = look_at_gpus(host, wanted.device, timeout)
+    seen = look_at_gpus(host, wanted.device, timeout, config_dir=wanted.config_dir)
     sockets = listeners(host.proc)
     facts: dict[str, Any] = {
         "device": wanted.device,
@@ -74,7 +85,7 @@ def collect(host: _host.Host, wanted: Wanted, timeout: float = 30.0) -> tuple[di
         "pythons": _host.pythons(host),
     }
     slots, findings = resolve(
-        wanted.device, wanted.gpus, wanted.instances, wanted.base_port, wanted.host, seen.gpus, seen.known
+        wanted.device, wanted.gpus, wanted.instances, wanted.base_port, wanted.host, seen.gpus, seen.known, seen.gone
     )
     findings = [*seen.findings, *findings]
     if seen.checked:

@@ -12,6 +12,7 @@ from typing import Any
 
 from ansible_collections.gpufleet.sglang.plugins.module_utils._finding import WARNING, Finding
 from ansible_collections.gpufleet.sglang.plugins.module_utils._flags import SETTINGS
+from ansible_collections.gpufleet.sglang.plugins.module_utils._gone import Gone, is_gone, missed
 from ansible_collections.gpufleet.sglang.plugins.module_utils._gpus import Gpu
 from ansible_collections.gpufleet.sglang.plugins.module_utils._ports import Listener, describe, holders
 
@@ -50,7 +51,7 @@ def find_gpu(wanted: object, gpus: Sequence[Gpu]) -> Gpu | None:
 
 
 def chosen_gpus(
-    device: str, wanted: Sequence[object], gpus: Sequence[Gpu], gpus_known: bool
+    device: str, wanted: Sequence[object], gpus: Sequence[Gpu], gpus_known: bool, gone: Sequence[Gone] = ()
 ) -> tuple[list[Gpu], list[Finding]]:
     """Turn sglang_server_gpus into GPUs, in their order; [] means all the host has.
 
@@ -66,6 +67,7 @@ def chosen_gpus(
         return list(gpus), []
     chosen: list[Gpu] = []
     findings: list[Finding] = []
+    wanted = [item for item in wanted if not is_gone(item, gone)]
     named: dict[int, object] = {}
     for item in wanted:
         gpu = find_gpu(item, gpus)
@@ -92,10 +94,16 @@ def resolve(
     host: str,
     gpus: Sequence[Gpu],
     gpus_known: bool,
+    gone: Sequence[Gone] = (),
 ) -> tuple[list[Slot], list[Finding]]:
-    """Return the slots of a host, by GPU index, with everything that is wrong in how they were asked for."""
-    chosen, findings = chosen_gpus(device, wanted, gpus, gpus_known)
-    overrides, wrong = _overrides(device, instances, chosen, gpus_known)
+    """Return the slots of a host, by GPU index, with everything that is wrong in how they were asked for.
+
+    A GPU that is gone gets no slot; what the inventory says of it stays right.
+    """
+    chosen, findings = chosen_gpus(device, wanted, gpus, gpus_known, gone)
+    findings += [item.finding() for item in missed(wanted, gone)]
+    kept = [item for item in instances if not is_gone(item.get("gpu"), gone)]
+    overrides, wrong = _overrides(device, kept, chosen, gpus_known)
     findings.extend(wrong)
     first = as_port(base_port)
     if first is None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Callable
 
+from ansible_collections.gpufleet.sglang.plugins.module_utils import _drain, _kept, _record
 from ansible_collections.gpufleet.sglang.plugins.module_utils._environment import DIGEST_VARIABLE
 from ansible_collections.gpufleet.sglang.plugins.module_utils._files import (
     FileChange,
@@ -23,6 +24,7 @@ from ansible_collections.gpufleet.sglang.plugins.module_utils._files import (
     remove_files,
     write_files,
 )
+from ansible_collections.gpufleet.sglang.plugins.module_utils._instance import Instance
 from ansible_collections.gpufleet.sglang.plugins.module_utils._runner import Runner
 from ansible_collections.gpufleet.sglang.plugins.module_utils._systemd import UnitState, show
 
@@ -41,6 +43,7 @@ class Server:
     gpu: int
     files: tuple[FileSpec, ...] = ()
     digest: str = ""  # of the wanted configuration
+    instance: Instance | None = None
 
 
 @dataclass(frozen=True)
@@ -139,7 +142,7 @@ class Fleet:
         """Install the files, then start or restart exactly the units that need it, all at once."""
         units = [server.unit for server in servers]
         states = show(self.runner, units)
-        if not self.check_mode and any(state.need_daemon_reload for state in states.values()):
+        if not self.check_mode and any(_stale(state) for state in states.values()):
             self._systemctl("daemon-reload")  # a drop-in counts from here on
             states = show(self.runner, units)
         masked = [unit for unit, state in states.items() if state.load_state == "masked"]
@@ -151,11 +154,9 @@ class Fleet:
         out.removed = [path for server in servers if server.files for path in self._unwanted(server)]
         for server in servers:
             state = states[server.unit]
-            trouble = unhealthy.get(server.unit, "") or self._newer_drop_in(state)
+            trouble = unhealthy.get(server.unit, "") or self._changed_under_it(server, state, out.changes)
             out.decisions.append(decide(state, server.digest, self.digest_of(state.main_pid), trouble))
-        reload = any(_is_unit(change.spec.path) for change in out.changes) or any(
-            s.need_daemon_reload for s in states.values()
-        )
+        reload = any(_is_unit(change.spec.path) for change in out.changes) or any(map(_stale, states.values()))
         disabled = [server.unit for server in servers if states[server.unit].unit_file_state != "enabled"]
         if shared and show(self.runner, [self.target])[self.target].unit_file_state != "enabled":
             disabled.append(self.target)
@@ -176,11 +177,15 @@ class Fleet:
     def keep(self, servers: Sequence[Server]) -> Outcome:
         """Remember the installed files of these units as known good; nothing is written when they are the same."""
         out = Outcome()
+        states = show(self.runner, [server.unit for server in servers])
         for server in servers:
+            installed = [(path, text) for path in self._own_files(server) if (text := read_text(path)) is not None]
+            if not self.check_mode:
+                self._in_service(server, states[server.unit])
+                _kept.keep(self.config_dir, server.gpu, installed)
             specs = [
                 FileSpec(str(self._kept(server.gpu) / os.path.basename(path)), text, 0o600, secret=True)
-                for path in self._own_files(server)
-                if (text := read_text(path)) is not None
+                for path, text in installed
             ]
             wanted = {spec.path for spec in specs}
             stale = [str(path) for path in self._kept(server.gpu).glob("*") if str(path) not in wanted]
@@ -250,6 +255,7 @@ class Fleet:
         states = show(self.runner, units)
         out.disabled = [unit for unit in units if states[unit].unit_file_state == "enabled"]
         paths = [path for server in servers for path in self._own_files(server)]
+        paths += [_record.record_file(self.config_dir, server.gpu) for server in servers]
         paths += [f"/etc/systemd/system/{self.target}"] if whole else []
         out.removed = [path for path in paths if os.path.lexists(path)]
         out.removed += [str(self._kept(server.gpu)) for server in servers if self._kept(server.gpu).is_dir()]
@@ -262,6 +268,8 @@ class Fleet:
         remove_files(paths)
         for server in servers:
             shutil.rmtree(self._kept(server.gpu), ignore_errors=True)
+            if server.instance:
+                _drain.unmark(server.instance.port)
         if out.removed:
             self._systemctl("daemon-reload")
             # rc 1 when a unit was not loaded at all: nothing to forget then
@@ -283,6 +291,15 @@ class Fleet:
         return done
 
     # -- details ----------------------------------------------------------------------------
+
+    def _in_service(self, server: Server, state: UnitState) -> None:
+        """Write down what a server that has answered was started with, for the next look at it."""
+        known = _record.read_record(self.config_dir, server.gpu)
+        if state.invocation_id and (known is None or known.invocation != state.invocation_id):
+            item = server.instance
+            model = _record.model_state(item.argv, item.environment) if item else ""
+            record = _record.Record(state.invocation_id, _record.drop_ins(state), model)
+            _record.write_record(self.config_dir, server.gpu, record)
 
     def _launch(self, decisions: Sequence[Decision]) -> None:
         units = [decision.unit for decision in decisions if decision.action in ("start", "restart")]
@@ -333,16 +350,19 @@ class Fleet:
         wanted = {spec.path for spec in server.files}
         return [path for path in self._own_files(server) if path not in wanted and os.path.lexists(path)]
 
-    def _newer_drop_in(self, state: UnitState) -> str:
-        """Say which drop-in a running server was started without; "" when there is none."""
-        started = state.started + self.clock_offset
-        for path in state.drop_ins if state.started else ():
-            try:
-                if os.stat(path).st_mtime > started:
-                    return f"{path} is newer than its process"
-            except OSError:  # gone meanwhile: systemd forgets it with the next reload
-                continue
-        return ""
+    def _changed_under_it(self, server: Server, state: UnitState, changes: Sequence[FileChange]) -> str:
+        """Say what a running server was started with that is otherwise now; "" when nothing is."""
+        if not state.running or not state.started:
+            return ""
+        own = [change.spec.path for change in changes if change.before is not None and change.spec in server.files]
+        edited = _record.edited_before(own, state, self.clock_offset)
+        if edited:
+            return f"{edited[0]} was edited by hand before its start"
+        item = server.instance
+        model = _record.model_state(item.argv, item.environment) if item else ""
+        known = _record.read_record(self.config_dir, server.gpu)
+        found = _record.since_start(known, state, _record.drop_ins(state), model, self.clock_offset)
+        return found[0].text() if found else ""
 
     def _kept(self, gpu: int) -> Path:
         return Path(self.config_dir) / KNOWN_GOOD / str(gpu)
@@ -367,3 +387,8 @@ class Fleet:
 
 def _is_unit(path: str) -> bool:
     return path.endswith((".service", ".target"))
+
+
+def _stale(state: UnitState) -> bool:
+    """Say whether systemd has to read files again; of a drop-in's new folder it knows nothing by itself."""
+    return state.need_daemon_reload or set(_record.drop_ins(state)) != set(state.drop_ins)

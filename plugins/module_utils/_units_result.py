@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Callable
 
+from ansible_collections.gpufleet.sglang.plugins.module_utils import _kept
 from ansible_collections.gpufleet.sglang.plugins.module_utils._files import FileSpec
 from ansible_collections.gpufleet.sglang.plugins.module_utils._instance import Instance
 from ansible_collections.gpufleet.sglang.plugins.module_utils._units import Fleet, Outcome, Server, UnitsError
@@ -36,7 +37,21 @@ def servers_from(
         files = [FileSpec(spec["path"], spec["content"], int(spec["mode"], 8)) for spec in data.get("files", [])]
         if secrets.get(item.unit):
             files.append(FileSpec(f"{config_dir}/{item.gpu}.secrets", secrets[item.unit], 0o600, secret=True))
-        servers.append(Server(item.unit, item.gpu, tuple(files), data.get("digest", "")))
+        servers.append(Server(item.unit, item.gpu, tuple(files), data.get("digest", ""), item))
+    return servers
+
+
+def servers_of_release(config_dir: str, release: str, units: Sequence[str]) -> list[Server]:
+    """Return the servers of a kept release, as they answered; units limits them ([] = all). Raises UnitsError."""
+    servers = []
+    for item in _kept.kept_plan(config_dir, release).instances:
+        if units and item.unit not in units:
+            continue
+        files, digest = _kept.kept_files(config_dir, release, item)
+        servers.append(Server(item.unit, item.gpu, tuple(files), digest, item))
+    missing = sorted(set(units) - {server.unit for server in servers})
+    if missing:
+        raise UnitsError(f"never answered under release {release}: {', '.join(missing)}")
     return servers
 
 

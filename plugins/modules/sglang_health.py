@@ -252,6 +252,13 @@ servers:
     remedy:
       description: The value that a remedy changed for this GPU, in one line; null when there is none.
       type: str
+    drift:
+      description:
+        - What the running process has otherwise than the plan's file asks for, one line each - item, running value and
+          planned one; secrets are hidden. Empty when it is as planned.
+        - V(null) when nothing runs, or when servers were waited for or given with O(instances).
+      type: list
+      elements: str
     retried:
       description: The code for which the server was started once more; only there when it was.
       type: str
@@ -281,8 +288,10 @@ watch_state:
 from pathlib import Path
 
 from ansible.module_utils.basic import AnsibleModule
+from ansible_collections.gpufleet.sglang.plugins.module_utils._drift import look_for_drift
 from ansible_collections.gpufleet.sglang.plugins.module_utils._facts import on_its_gpu
 from ansible_collections.gpufleet.sglang.plugins.module_utils._health import Limits, failure_message
+from ansible_collections.gpufleet.sglang.plugins.module_utils._hostlock import sign_of_life
 from ansible_collections.gpufleet.sglang.plugins.module_utils._instance import PlanFileError
 from ansible_collections.gpufleet.sglang.plugins.module_utils._journal import ProcessLines
 from ansible_collections.gpufleet.sglang.plugins.module_utils._probe import ProbeOptions
@@ -344,6 +353,7 @@ def main() -> None:
             lambda instances: on_its_gpu(SubprocessRunner(), instances),
         )
         if waits:
+            sign_of_life()
             limits = Limits(params["progress_timeout"], params["timeout"])
             outcome = watch.wait(limits, params["slice_seconds"], options.timeout + 30)
         else:
@@ -353,7 +363,9 @@ def main() -> None:
             module.fail_json(msg=str(exc), servers=[])
         module.exit_json(changed=False, servers=[], msg=str(exc))
     remedies = read(str(Path(params["plan"]).parent))
+    drift = {} if waits or params["instances"] is not None else look_for_drift(SubprocessRunner(), params["plan"])
     for server in outcome.servers:
+        server["drift"] = drift.get(server["unit"])
         server["remedy"] = remedies[server["gpu"]].text() if server["gpu"] in remedies else None
     result = {"changed": False, "servers": outcome.servers}
     if chosen.message:

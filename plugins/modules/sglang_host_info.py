@@ -33,6 +33,10 @@ options:
     type: list
     elements: dict
     default: []
+  config_dir:
+    description: Folder of the servers' files. A GPU that has a server and is gone is a warning that names it.
+    type: path
+    default: /etc/sglang
   ports:
     description: Further ports that must be free or held by one of the servers.
     type: list
@@ -193,6 +197,7 @@ def argument_spec() -> dict[str, Any]:
         "instances": {"type": "list", "elements": "dict", "default": []},
         "base_port": {"type": "int", "default": 30000},
         "host": {"type": "str", "default": "127.0.0.1"},
+        "config_dir": {"type": "path", "default": "/etc/sglang"},
         "ports": {"type": "list", "elements": "int", "default": []},
         "paths": {
             "type": "list",

@@ -171,6 +171,11 @@ removed_units:
   returned: success
   type: list
   elements: str
+gone:
+  description: GPUs that have a server, are asked for and are not there any more. The others are planned.
+  returned: success
+  type: list
+  elements: str
 lines:
   description: One line per server, for people.
   returned: success
@@ -222,6 +227,7 @@ from ansible_collections.gpufleet.sglang.plugins.module_utils._files import (
     write_files,
 )
 from ansible_collections.gpufleet.sglang.plugins.module_utils._finding import Finding, errors, numbered, warnings
+from ansible_collections.gpufleet.sglang.plugins.module_utils._gone import missed
 from ansible_collections.gpufleet.sglang.plugins.module_utils._gpus import gpu_from_dict
 from ansible_collections.gpufleet.sglang.plugins.module_utils._host import Host
 from ansible_collections.gpufleet.sglang.plugins.module_utils._instance import read_applied
@@ -285,9 +291,11 @@ def look(params: dict[str, Any]) -> PlanFacts:
     if given is not None:
         gpus = [gpu_from_dict(item) for item in given.get("gpus") or []]
         sockets = [Listener(**item) for item in given.get("listeners") or []]
-        return PlanFacts(gpus, True, found, sockets, model, home)
-    seen = look_at_gpus(Host(SubprocessRunner()), params["device"], float(params["timeout"]))
-    return PlanFacts(seen.gpus, seen.known, [*found, *seen.findings], listeners(), model, home)
+        return PlanFacts(gpus, True, (), found, sockets, model, home)
+    seen = look_at_gpus(
+        Host(SubprocessRunner()), params["device"], float(params["timeout"]), config_dir=params["config_dir"]
+    )
+    return PlanFacts(seen.gpus, seen.known, seen.gone, [*found, *seen.findings], listeners(), model, home)
 
 
 def main() -> None:
@@ -348,11 +356,13 @@ def main() -> None:
             write_files(specs)
     except FileError as exc:
         module.fail_json(msg=f"{params['name']}: the plan was not written: {exc}", **result)
+    applied = read_applied(params["config_dir"]).values()
     module.exit_json(
         changed=bool(changes),
         diff=[change.diff for change in changes],
         plan=plan.to_dict(),
-        removed_units=removed_units(plan, read_applied(params["config_dir"]).values()),
+        removed_units=removed_units(plan, applied, params["gpus"], facts.gone),
+        gone=[item.finding().text() for item in missed(params["gpus"], facts.gone)],
         lines=[*describe(plan, facts.gpus), *drift],
         **result,
     )

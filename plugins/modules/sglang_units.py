@@ -33,7 +33,10 @@ options:
     description:
       - V(started) installs the files and starts or restarts the units that are not running the wanted configuration.
         Without O(unit_template) nothing is rendered and units that do not run are started as they are.
-      - V(known_good) remembers the installed files as the ones to go back to. Call it after a health gate.
+      - V(drained) takes servers out of service, marks them in C(/run/gpufleet-sglang/draining), runs O(drain_command)
+        and waits until they have no request, for O(drain_timeout) seconds at most. V(open) puts them back.
+      - V(known_good) remembers the installed files as the ones to go back to, also for the release in use, and what the
+        servers were started with. Call it after a health gate.
       - V(restored) kills the units, puts the files remembered by V(known_good) back and starts them; units that have
         none are stopped and disabled.
       - V(stopped) stops the units; each server first answers the requests it has.
@@ -41,7 +44,7 @@ options:
         target goes too.
       - V(settled) is used by the action plugin between calls.
     type: str
-    choices: [started, known_good, restored, stopped, absent, settled]
+    choices: [started, drained, open, known_good, restored, stopped, absent, settled]
     default: started
   instances:
     description:
@@ -59,6 +62,27 @@ options:
     description: Units to restart though their configuration is right, with the reason.
     type: dict
     default: {}
+  from_release:
+    description:
+      - With O(state=started), take the files from the copies of this release, as they last answered, in place of the
+        templates. RV(gpufleet.sglang.sglang_releases#module:release) names it.
+    type: str
+    default: ''
+  drain_command:
+    description:
+      - Command to run for each server, with V(drain) or V(open) and its port added, C(SGLANG_GPU), C(SGLANG_PORT) and
+        C(SGLANG_UNIT) in its environment. For a load balancer that doesn't read the marks.
+    type: list
+    elements: str
+    default: []
+  drain_grace:
+    description: Seconds that a client may need to see a mark.
+    type: float
+    default: 2.0
+  drain_timeout:
+    description: Seconds to wait for requests, after which the engine's own stop waits for the rest.
+    type: int
+    default: 120
   config_dir:
     description: Folder of the environment files and known-good copies.
     type: path
@@ -104,8 +128,12 @@ options:
     description: Filled in by the action plugin; the action by unit.
     type: dict
     default: {}
+  begun:
+    description: Filled in by the action plugin; seconds since O(state=drained) began.
+    type: float
+    default: 0.0
   slice_seconds:
-    description: Filled in by the action plugin; seconds that O(state=settled) may take.
+    description: Filled in by the action plugin; seconds that O(state=settled) and O(state=drained) may take.
     type: float
     default: 5.0
 """
@@ -170,6 +198,14 @@ before:
   description: InvocationID by unit before this call.
   returned: success
   type: dict
+requests:
+  description: Requests in flight by unit; V(null) where the engine does not tell.
+  returned: when O(state=drained)
+  type: dict
+drained:
+  description: Whether waiting is over.
+  returned: when O(state=drained)
+  type: bool
 invocations:
   description: InvocationID by unit of the start that this call made.
   returned: when units were started
@@ -179,7 +215,9 @@ invocations:
 import time
 
 from ansible.module_utils.basic import AnsibleModule
+from ansible_collections.gpufleet.sglang.plugins.module_utils._drain import DrainError, take_out_or_in
 from ansible_collections.gpufleet.sglang.plugins.module_utils._files import FileError
+from ansible_collections.gpufleet.sglang.plugins.module_utils._hostlock import sign_of_life
 from ansible_collections.gpufleet.sglang.plugins.module_utils._instance import (
     PlanFileError,
     instance_from_dict,
@@ -191,6 +229,7 @@ from ansible_collections.gpufleet.sglang.plugins.module_utils._units import Flee
 from ansible_collections.gpufleet.sglang.plugins.module_utils._units_result import (
     outcome_result,
     servers_from,
+    servers_of_release,
     shared_files,
     wait_settled,
 )
@@ -198,12 +237,16 @@ from ansible_collections.gpufleet.sglang.plugins.module_utils._units_result impo
 ARGUMENT_SPEC = {
     "state": {
         "type": "str",
-        "choices": ["started", "known_good", "restored", "stopped", "absent", "settled"],
+        "choices": ["started", "drained", "open", "known_good", "restored", "stopped", "absent", "settled"],
         "default": "started",
     },
     "instances": {"type": "list", "elements": "dict", "default": []},
     "units": {"type": "list", "elements": "str", "default": []},
     "unhealthy": {"type": "dict", "default": {}},
+    "from_release": {"type": "str", "default": ""},
+    "drain_command": {"type": "list", "elements": "str", "default": []},
+    "drain_grace": {"type": "float", "default": 2.0},
+    "drain_timeout": {"type": "int", "default": 120},
     "config_dir": {"type": "path", "default": "/etc/sglang"},
     "target": {"type": "str", "default": "sglang.target"},
     "unit_template": {"type": "str"},
@@ -216,6 +259,7 @@ ARGUMENT_SPEC = {
     "rendered_secrets": {"type": "dict", "default": {}, "no_log": True},
     "before": {"type": "dict", "default": {}},
     "actions": {"type": "dict", "default": {}},
+    "begun": {"type": "float", "default": 0.0},
     "slice_seconds": {"type": "float", "default": 5.0},
 }
 
@@ -229,14 +273,20 @@ def main() -> None:
         instances = [instance_from_dict(item) for item in params["instances"]]
         whole = not instances and not params["units"]
         instances = instances or list(read_applied(params["config_dir"]).values())
-        servers = servers_from(
-            instances, params["units"], params["rendered"], params["rendered_secrets"], params["config_dir"]
-        )
+        if params["from_release"]:
+            servers = servers_of_release(params["config_dir"], params["from_release"], params["units"])
+        else:
+            servers = servers_from(
+                instances, params["units"], params["rendered"], params["rendered_secrets"], params["config_dir"]
+            )
         if params["state"] == "settled":
             result = wait_settled(
                 fleet, params["before"], params["actions"], params["slice_seconds"], time.monotonic, time.sleep
             )
+            sign_of_life()
             module.exit_json(changed=False, **result)
+        if params["state"] in ("drained", "open"):
+            module.exit_json(**take_out_or_in(SubprocessRunner(), params, servers, module.check_mode))
         shared = shared_files(params["rendered"])
         outcome = {
             "started": lambda: fleet.start(servers, shared, params["unhealthy"]),
@@ -245,7 +295,7 @@ def main() -> None:
             "stopped": lambda: fleet.stop([server.unit for server in servers]),
             "absent": lambda: fleet.remove(servers, whole),
         }[params["state"]]()
-    except (FileError, PlanFileError, SystemdError, UnitsError) as exc:
+    except (DrainError, FileError, PlanFileError, SystemdError, UnitsError) as exc:
         module.fail_json(msg=str(exc))
     module.exit_json(**outcome_result(outcome, servers))
 

@@ -42,6 +42,7 @@ KEYS = (
     "diagnosis",
     "remedy",
     "retried",
+    "drift",
 )
 COLUMNS = (
     ("HOST", "host", "<"),
@@ -49,6 +50,7 @@ COLUMNS = (
     ("UNIT", "unit", "<"),
     ("STATE", "state", "<"),
     ("PHASE", "phase", "<"),
+    ("PLAN", "drift", "<"),
     ("PORT", "port", ">"),
     ("KV TOKENS", "kv_tokens", ">"),
     ("READY AFTER", "seconds_to_ready", ">"),
@@ -112,17 +114,19 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> str:
 
 def table(rows: Sequence[Mapping[str, Any]], width: int = WIDTH) -> str:
     """Return a table no wider than width; long reasons wrap below themselves and are cut in the end."""
-    cells = [[_cell(key, line.get(key)) for _title, key, _side in COLUMNS] for line in rows]
-    sizes = [max([len(title), *(len(line[at]) for line in cells)]) for at, (title, _key, _side) in enumerate(COLUMNS)]
+    compared = any(line.get("drift") is not None for line in rows)
+    columns = [column for column in COLUMNS if compared or column[1] != "drift"]
+    cells = [[_cell(key, line.get(key)) for _title, key, _side in columns] for line in rows]
+    sizes = [max([len(title), *(len(line[at]) for line in cells)]) for at, (title, _key, _side) in enumerate(columns)]
     reasons = [_reason(line) for line in rows]
     used = sum(sizes) + 2 * len(sizes)
     beside = width - used >= MIN_REASON
     indent = used if beside else 6
-    head = _join([title for title, _key, _side in COLUMNS], sizes)
+    head = _join([title for title, _key, _side in columns], sizes, columns)
     lines = [head + ("  REASON" if beside and any(reasons) else "")]
     for cell, reason in zip(cells, reasons):
         wrapped = textwrap.wrap(reason, width - indent, max_lines=MAX_REASON_LINES, placeholder=" ...")
-        first = _join(cell, sizes)
+        first = _join(cell, sizes, columns)
         if beside and wrapped:
             first += "  " + wrapped.pop(0)
         lines.append(first.rstrip())
@@ -139,17 +143,20 @@ def _reason(line: Mapping[str, Any]) -> str:
     if found.get("code"):
         text = f"{found['code']}: {evidence or text}"
     notes = [str(line["remedy"])] if line.get("remedy") else []
+    notes += list(line.get("drift") or [])
     notes += [f"started once more after {line['retried']}"] if line.get("retried") else []
     return " ".join("; ".join([*([text] if text else []), *notes]).split())
 
 
-def _join(cell: Sequence[str], sizes: Sequence[int]) -> str:
-    return "  ".join(f"{text:{side}{size}}" for text, size, (_title, _key, side) in zip(cell, sizes, COLUMNS))
+def _join(cell: Sequence[str], sizes: Sequence[int], columns: Sequence[tuple[str, str, str]]) -> str:
+    return "  ".join(f"{text:{side}{size}}" for text, size, (_title, _key, side) in zip(cell, sizes, columns))
 
 
 def _cell(key: str, value: Any) -> str:
     if value is None or value == "":
         return "-"
+    if key == "drift":
+        return "differs" if value else "same"
     if key == "unit":
         return _cut(str(value)[: -len(".service")] if str(value).endswith(".service") else str(value), 16)
     if key == "host":

@@ -40,9 +40,16 @@ class Recipe:
     folder: Path
     lock: Path
     projects: tuple[Path, ...]  # local projects, each named by a pin of the lock
+    also: tuple[str, ...] = ()  # other versions of pinned packages, as name==version
 
 
-CPU_ENGINE = Recipe(TOP / ".cache/wheels", TOP / "tests/cpu-engine/requirements.lock", (TOP / "tests/cpu-engine/shim",))
+# The older engine runs on the newer one's dependencies: upgrade and rollback are tested between the two.
+CPU_ENGINE = Recipe(
+    TOP / ".cache/wheels",
+    TOP / "tests/cpu-engine/requirements.lock",
+    (TOP / "tests/cpu-engine/shim",),
+    ("sglang==0.5.22",),
+)
 STANDIN = Recipe(
     TOP / ".cache/wheels-standin", TOP / "tests/standin-engine/requirements.lock", (TOP / "tests/standin-engine",)
 )
@@ -163,8 +170,11 @@ def build(recipe: Recipe, python: str, index: str) -> None:
         pip("download", "--quiet", f"--dest={part}", *target, *where, f"torch=={pin}")
     if remote:
         pip("download", "--quiet", f"--dest={part}", *target, *(f"{n}=={v}" for n, v in remote.items()))
-    wheels = _wanted(part, pins)
-    lost = missing_pins(pins, [p.name for p in wheels])
+    for pin in recipe.also:
+        pip("download", "--quiet", f"--dest={part}", *target, pin)
+    also = read_pins("\n".join(recipe.also))
+    wheels = _wanted(part, pins) + _wanted(part, also)
+    lost = missing_pins(pins, [p.name for p in wheels]) + missing_pins(also, [p.name for p in wheels])
     if lost:
         raise WheelhouseError(f"not in the folder after the download: {', '.join(lost)}")
     _publish(recipe.folder, wheels, fingerprint(recipe, python, index))

@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 from ansible_collections.gpufleet.sglang.plugins.module_utils import _plan
 from ansible_collections.gpufleet.sglang.plugins.module_utils._finding import WARNING, Finding
+from ansible_collections.gpufleet.sglang.plugins.module_utils._gone import settle
 from ansible_collections.gpufleet.sglang.plugins.module_utils._gpus import parse_gpus
 from ansible_collections.gpufleet.sglang.plugins.module_utils._instance import plan_from_dict
 from ansible_collections.gpufleet.sglang.plugins.module_utils._plan import PlanFacts, PlanSettings
@@ -169,6 +170,19 @@ def test_canary_by_uuid():
     plan, problems, _warnings = build(settings(canary=UUIDS[6]))
     assert problems == []
     assert [item.gpu for item in plan.instances if item.canary] == [6]
+
+
+@pytest.mark.parametrize("canary", ["", "6", UUIDS[6]])
+def test_without_a_gpu_that_is_gone_the_others_are_planned_as_before(canary):
+    """The driver lists seven and counts them from 0; the canary's own GPU may be the one that is missing."""
+    before, _problems, _warnings = build(settings(canary=canary))
+    listed = [gpu for gpu in parse_gpus(smi()) if gpu.index != 6]
+    listed = [dataclasses.replace(gpu, index=number) for number, gpu in enumerate(listed)]
+    gpus, gone = settle(listed, dict(enumerate(UUIDS)))
+    plan, problems, warnings = build(settings(canary=canary), facts(gpus=gpus, gone=gone))
+    assert (problems, [item.code for item in warnings]) == ([], ["gpu_gone"])
+    expected = [dataclasses.replace(item, canary=item.gpu == 0) for item in before.instances if item.gpu != 6]
+    assert plan.instances == expected
 
 
 def test_a_gpu_in_mig_mode_or_without_uuid_is_given_by_index():
