@@ -120,7 +120,7 @@ CACHE_RULES = (
         r"|not writable|EACCES|EROFS|os error 13|os error 30|\[Errno 13\]"
         rf"|\[Errno 30\]).*(?:{CACHE_PATH}|/root\b|/home/|/nonexistent|/var/lib/|/projects/)"
         rf"|(?:{CACHE_PATH}|/root|/home/\S*)\S*['\"]?:? ?\W{{0,3}}(?:is )?(?:Permission denied"
-        r"|Read-only file system|not writable)|(?:cannot|can't|could not|unable to"
+        r"|Read-only file system|not writable)|(?<!\[Autotuner\]: )(?:cannot|can't|could not|unable to"
         rf"|failed to) (?:create|write|make|open)\b.{{0,60}}(?:cache|\.triton|inductor)",
         no=r"/dev/nvidia|config\.json|safetensors|\.bin\b|(?:bin|lib)/nvcc|/models?/\S+\.(?:json"
         r"|safetensors)",

@@ -150,7 +150,7 @@ MEMORY_RULES = (
         r"|CUBLAS_STATUS_NOT_INITIALIZED|HIP out of memory|Failed to (?:allocate"
         r"|cuda)\w* .{0,40}(?:GPU|device) memory|NCCL.{0,60}(?:Failed to CUDA (?:malloc|calloc)"
         r"|out of memory)|Cuda failure 2 'out of memory'|(?:cudaMalloc"
-        r"|cuMem\w+)\b.{0,40}(?:out of memory|failed)|Workspace buffer overflow|BufferOverflow"
+        r"|cuMem(?!Free)\w+)\b.{0,40}(?:out of memory|failed)|Workspace buffer overflow|BufferOverflow"
         r"|allocate (?:a )?(?:workspace|batch_\w+).{0,60}(?:overflow|size)",
         no=r"\bIf you (?:hit|see|encounter|run into)\b",
     ),

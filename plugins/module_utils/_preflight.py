@@ -35,7 +35,6 @@ class Wanted:
     config_dir: str = "/etc/sglang"
     paths: Sequence[Mapping[str, Any]] = ()  # path, min_free_mib, unless (a file that makes the space unneeded)
     vmid: str = ""  # of the LXC container on Proxmox, for the name of its configuration
-    config_dir: str = "/etc/sglang"
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,9 @@ options:
     elements: dict
     default: []
   config_dir:
-    description: Folder of the servers' files. A GPU that has a server and is gone is a warning that names it.
+    description:
+      - Folder of the servers' files, which say what GPU each server was last given.
+      - A GPU that has a server and is gone is a warning that names it.
     type: path
     default: /etc/sglang
   ports:
@@ -63,10 +65,6 @@ options:
     description: Id of the LXC container on Proxmox that this host is; only names its configuration in the remedies.
     type: str
     default: ''
-  config_dir:
-    description: Folder of the servers' environment files, which say what GPU each server was last given.
-    type: path
-    default: /etc/sglang
 """
 
 EXAMPLES = r"""
@@ -210,7 +208,6 @@ def argument_spec() -> dict[str, Any]:
             },
         },
         "vmid": {"type": "str", "default": ""},
-        "config_dir": {"type": "path", "default": "/etc/sglang"},
         "timeout": {"type": "int", "default": 30},
     }
 
