@@ -15,8 +15,8 @@ from kernels import BUILDS
 CONFIGS = [
     # head_dim, heads, KV heads, KV dtype, flag of SGLang
     (64, 8, 4, "bfloat16", "auto"),
-    (128, 32, 8, "bfloat16", "auto"),
-    (256, 16, 8, "bfloat16", "auto"),
+    pytest.param(128, 32, 8, "bfloat16", "auto", marks=pytest.mark.matrix),
+    pytest.param(256, 16, 8, "bfloat16", "auto", marks=pytest.mark.matrix),
     (128, 32, 8, "float8_e4m3fn", "fp8_e4m3"),
 ]
 
@@ -48,8 +48,12 @@ def test_the_bulk_builder_warms_nothing(kernels):
 
 @pytest.mark.parametrize(
     "change",
-    [{"CUDA_HOME": "{home}/"}, {"FLASHINFER_NVCC_THREADS": "4"}, {"CC": "/usr/bin/gcc"}, {"FLASHINFER_JIT_DEBUG": "1"}],
-    ids=lambda item: next(iter(item)),
+    [
+        pytest.param({"CUDA_HOME": "{home}/"}, id="CUDA_HOME"),
+        pytest.param({"CC": "/usr/bin/gcc"}, id="CC"),
+        pytest.param({"FLASHINFER_NVCC_THREADS": "4"}, id="FLASHINFER_NVCC_THREADS", marks=pytest.mark.matrix),
+        pytest.param({"FLASHINFER_JIT_DEBUG": "1"}, id="FLASHINFER_JIT_DEBUG", marks=pytest.mark.matrix),
+    ],
 )
 def test_another_environment_is_another_build(built, change):
     values = {key: text.format(home=built.home) for key, text in change.items()}
