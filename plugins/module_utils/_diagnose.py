@@ -12,7 +12,7 @@ from typing import Any
 
 from ansible_collections.gpufleet.sglang.plugins.module_utils._diagnose_codes import CODES, is_state, order
 from ansible_collections.gpufleet.sglang.plugins.module_utils._diagnose_facts import Facts, fact_signs
-from ansible_collections.gpufleet.sglang.plugins.module_utils._diagnose_log import WRAPPER, Event, Log, read
+from ansible_collections.gpufleet.sglang.plugins.module_utils._diagnose_log import BY_SIGNAL, WRAPPER, Event, Log, read
 from ansible_collections.gpufleet.sglang.plugins.module_utils._diagnose_remedy import remedy
 from ansible_collections.gpufleet.sglang.plugins.module_utils._diagnose_rules import (
     CAUSE,
@@ -48,6 +48,10 @@ RULES: tuple[Rule, ...] = (
 MAX_EVIDENCE = 4
 MAX_CHARS = 400
 _PROCESS = re.compile(r"Process \d+ has (?P<size>[\d.]+) (?P<unit>[GM])iB memory in use")
+_TOTAL = re.compile(
+    r"total capacity of (?P<total>[\d.]+ [GM])iB of which (?P<free>[\d.]+ [GM])iB is free\."
+    r".*this process has (?P<own>[\d.]+ [GM])iB memory in use"
+)
 _ARCH = re.compile(r"(?:compute|sm)_(?P<arch>\d+)[af]?")
 _STALL_LINE = re.compile(r"Init torch distributed begin|Init parallel begin|sglang is using nccl|Load weight begin")
 _BUSY_LINE = re.compile(
@@ -137,9 +141,19 @@ def _others_memory(event: Event) -> list[Sign]:
     if "this process has" not in event.text:
         return []
     mib = sum(float(hit["size"]) * (1024 if hit["unit"] == "G" else 1) for hit in _PROCESS.finditer(event.text))
+    account = _TOTAL.search(event.text)
+    if account:
+        total, free, own = (_mib(account[name]) for name in ("total", "free", "own"))
+        # a tenth: what the driver keeps for itself is far less
+        mib = max(mib, total - free - own if total - free - own > total / 10 else 0)
     if mib < 1024:
         return []
     return [Sign("gpu_memory_in_use", "gpu_memory_in_use", CAUSE, event.text, event.line, event.wrapped)]
+
+
+def _mib(text: str) -> float:
+    size, unit = text.split()
+    return float(size) * (1024 if unit == "G" else 1)
 
 
 def _combine(signs: Sequence[Sign], log: Log, facts: Facts, phase: str) -> list[Sign]:
@@ -148,6 +162,15 @@ def _combine(signs: Sequence[Sign], log: Log, facts: Facts, phase: str) -> list[
     codes = {sign.code for sign in found if sign.strength == CAUSE}
     oom = "jit_compile_oom" in codes
     out = []
+    killed = any(sign.code == "process_killed" for sign in found)
+    by_signal = killed or any(BY_SIGNAL.search(event.text) for event in log.events)
+    if by_signal:  # how the process ended outranks whatever else is odd about its host
+        found = [
+            replace(sign, strength=SYMPTOM)
+            if sign.fact and sign.strength == HINT and sign.code != "process_killed"
+            else sign
+            for sign in found
+        ]
     for sign in found:
         if sign.code == "nvcc_too_old_for_gpu" and facts.compute_cap:
             named = {hit["arch"] for hit in _ARCH.finditer(sign.evidence)}
@@ -190,8 +213,13 @@ def _combine(signs: Sequence[Sign], log: Log, facts: Facts, phase: str) -> list[
         ):
             continue  # pins that are not met explain some failures, not any
         out.append(sign)
+    if by_signal and all(sign.fact and sign.strength == SYMPTOM for sign in out):
+        return []
     explained = {sign.line for sign in out}
-    if any(event.kind == "exception" and event.line not in explained for event in log.events):
+    if any(
+        event.kind == "exception" and event.line not in explained and not BY_SIGNAL.search(event.text)
+        for event in log.events
+    ):
         # an exception that nothing explains: chatter is no reason to guess, nor are the host's oddities alone
         out = [sign for sign in out if not sign.chatter]
         if all(sign.fact and sign.strength < CAUSE for sign in out):
@@ -227,10 +255,12 @@ def _more(best: Sign, signs: Sequence[Sign]) -> list[str]:
 
 def _unknown(log: Log, facts: Facts, phase: str, options: EngineOptions | None) -> Diagnosis:
     events = [event for event in log.events if not WRAPPER.search(event.text)]
-    first = next((event for event in events if event.kind == "exception" and not event.wrapped), None)
+    first = next((event for event in events if event.kind in ("exception", "fatal") and not event.wrapped), None)
     if first is None:
         kinds = ("compiler", "linker", "nvcc", "shell", "argparse", "kernel", "exception")
         first = next((event for event in events if event.kind in kinds), None)
+    if first is None:
+        first = next((event for event in log.events if BY_SIGNAL.search(event.text)), None)
     if first is None:
         words = re.compile(r"\b(?:error|fatal|failed|cannot|exception)\b", re.IGNORECASE)
         first = next((event for event in events if words.search(event.text)), None)

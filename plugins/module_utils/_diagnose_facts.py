@@ -23,6 +23,12 @@ from ansible_collections.gpufleet.sglang.plugins.module_utils._diagnose_rules im
 HELD_MIB = 1024  # of GPU memory by others before the start that explain a shortage
 SHM_MIB = 256
 DISK_MIB = 64
+NOT_INITIALISED = re.compile(
+    r"\bError 802\b|system not yet initialized|SystemNotReady|SYSTEM_NOT_READY|CUDA initialization"
+    r"|No CUDA GPUs are available|CUDA unknown error|cuInit",
+    re.IGNORECASE,
+)
+BUS_ERROR = re.compile(r"\bBus error\b|\bSIGBUS\b|\bexit ?code:? ?-7\b", re.IGNORECASE)
 COMPILERS = re.compile(r"cc1plus|cicc|ptxas|nvcc|cudafe|ninja|c\+\+|g\+\+")
 Add = Callable[[str, str, str, int], None]  # code, detail, evidence, strength
 
@@ -50,7 +56,7 @@ class Facts:
     module_version: str = ""  # of the kernel module
     library_version: str = ""  # of libcuda / libnvidia-ml
     fabric: str = ""  # failed | inactive, on a machine with NVSwitch
-    held_mib: int | None = None  # GPU memory that others hold
+    held_mib: int | None = None  # GPU memory that others hold, whether the driver names them or not
     holders: Sequence[str] = ()
     on_gpu: bool | None = None  # the server's process holds memory on its GPU
     other_gpu: str = ""  # ... or on this one instead
@@ -95,7 +101,7 @@ def fact_signs(facts: Facts, log: Log) -> list[Sign]:
     def add(code: str, detail: str, evidence: str, strength: int) -> None:
         signs.append(Sign(code, detail, strength, evidence, fact=True))
 
-    _device(facts, add)
+    _device(facts, log, add)
     _memory(facts, log, add)
     if facts.result == "timeout":
         add("unit_misconfigured", "systemd_start_timeout", "systemd ended the unit: result timeout", CAUSE)
@@ -107,7 +113,7 @@ def fact_signs(facts: Facts, log: Log) -> list[Sign]:
         add("unit_misconfigured", "unit_env_missing", facts.unit_problem, HINT)
     if facts.port_holder:
         add("port_in_use", "port_in_use", f"the port is held by {facts.port_holder}", HINT)
-    _build(facts, add)
+    _build(facts, log, add)
     if facts.proxy:
         add("loopback_via_proxy", "loopback_via_proxy", facts.proxy, SYMPTOM)
     if facts.model_problem[0]:
@@ -128,7 +134,18 @@ def fact_signs(facts: Facts, log: Log) -> list[Sign]:
     return signs
 
 
-def _device(facts: Facts, add: Add) -> None:
+def _bus_error(facts: Facts, log: Log) -> bool:
+    """Say whether a process ended by SIGBUS: a page of a mapped file, or of /dev/shm, was not there."""
+    main = (facts.exit_code in ("killed", "dumped") and facts.exit_status == 7) or (
+        facts.exit_code == "exited" and facts.exit_status == 135
+    )
+    return main or any(BUS_ERROR.search(event.text) for event in log.events)
+
+
+def _device(facts: Facts, log: Log, add: Add) -> None:
+    # a server that loaded its model had the GPU: what looks odd about it since then is at most a symptom
+    worked = facts.device != "cpu" and log.phase not in ("none", "process")
+    usual = SYMPTOM if worked else HINT
     for line in facts.kernel:
         ours = not facts.pci or "PCI:" not in line or facts.pci.lower()[:10] in line.lower()
         if ours and any(number in HARDWARE_XID for number in xids(line)):
@@ -144,13 +161,14 @@ def _device(facts: Facts, add: Add) -> None:
     absent = facts.nodes.get("/dev/nvidiactl") == "missing" and not facts.module_version
     for node, state in facts.nodes.items():
         if absent:
-            add("driver_unavailable", "driver_not_loaded", f"{node} is missing and no driver is loaded", HINT)
+            add("driver_unavailable", "driver_not_loaded", f"{node} is missing and no driver is loaded", usual)
         elif state in ("missing", "denied"):
             detail = "uvm_device_missing" if "uvm" in node and state == "missing" else "device_cgroup_denied"
-            add("gpu_access_denied", detail, f"{node}: {state}", HINT)
+            add("gpu_access_denied", detail, f"{node}: {state}", usual)
     if facts.sandbox:
-        add("gpu_access_denied", "unit_sandbox_blocks_gpu", facts.sandbox, HINT)
-    if facts.fabric:
+        add("gpu_access_denied", "unit_sandbox_blocks_gpu", facts.sandbox, usual)
+    # idle on many a machine with NVSwitch, containers and single GPUs of it among them: only with CUDA's own word
+    if facts.fabric and not worked and any(NOT_INITIALISED.search(event.text) for event in log.events):
         add("driver_unavailable", "fabric_manager_not_running", f"nvidia-fabricmanager is {facts.fabric}", HINT)
     if facts.on_gpu is False:
         where = f"on {facts.other_gpu} instead of its GPU" if facts.other_gpu else "on no GPU at all"
@@ -179,7 +197,8 @@ def _memory(facts: Facts, log: Log, add: Add) -> None:
         )
     if facts.shm_mib is not None and facts.shm_mib < SHM_MIB:
         nccl = re.compile(r"NCCL.{0,40}unhandled system error|ncclSystemError")
-        strength = CAUSE if any(nccl.search(event.text) for event in log.events) else SYMPTOM
+        sure = any(nccl.search(event.text) for event in log.events) or _bus_error(facts, log)
+        strength = CAUSE if sure and not facts.cache_damage else SYMPTOM
         add("dev_shm_too_small", "dev_shm_too_small", f"/dev/shm has {facts.shm_mib} MiB", strength)
     if (
         facts.effective_requests is not None
@@ -190,7 +209,7 @@ def _memory(facts: Facts, log: Log, add: Add) -> None:
         add("state_cache_too_small", "state_cache_too_small", text, SYMPTOM)
 
 
-def _build(facts: Facts, add: Add) -> None:
+def _build(facts: Facts, log: Log, add: Add) -> None:
     for tool in facts.tools_missing:
         beside = f", though {tool} lies beside the venv's python" if tool in facts.tools_beside else ""
         strength = HINT if beside else SYMPTOM
@@ -204,7 +223,7 @@ def _build(facts: Facts, add: Add) -> None:
     if facts.cubins_missing:
         add("cubin_unavailable", "cubin_prefetch_incomplete", facts.cubins_missing, HINT)
     if facts.cache_damage:
-        add("jit_cache_bad", "jit_cache_corrupt", facts.cache_damage, HINT)
+        add("jit_cache_bad", "jit_cache_corrupt", facts.cache_damage, CAUSE if _bus_error(facts, log) else HINT)
     if facts.network_cache:
         add(
             "jit_contention",

@@ -46,6 +46,18 @@ _INLINE = re.compile(
     r"(?<![\w'\"])(?P<name>(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|IsEnabled))(?P<rest>[:(] ?.+| \.\.\. .+)$"
 )
 _QUIET_EXCEPTION = re.compile(r"(?:^|\.)(?:KeyboardInterrupt|SystemExit|CancelledError|BrokenPipeError|GeneratorExit)$")
+# What Python's faulthandler says of a process that a signal ends: the words, then the frames, innermost first.
+_FATAL = re.compile(r"Fatal Python error: .*")
+_THREAD = re.compile(r"^(?P<current>Current t|T)hread 0x\w+.*most recent call first")
+# A process that ended by a signal of its own, not by one its parent sends to all (SIGQUIT, SIGTERM).
+BY_SIGNAL = re.compile(
+    r"\bexit ?code:? ?-(?!3\b|15\b)\d+\b|Fatal Python error: (?:Bus error|Segmentation|Illegal|Abort)|\bSIGBUS\b", re.I
+)
+# Help that goes with every CUDA error, and says nothing of this one.
+_CUDA_HELP = re.compile(
+    r"^Search for `cuda|^CUDA kernel errors might be asynchronously|^For debugging consider passing CUDA_LAUNCH"
+    r"|^Compile with `TORCH_USE_CUDA_DSA`"
+)
 WRAPPER = re.compile(
     r"Received sigquit from a child|SIGQUIT received|SIGTERM received|Subprocess \S+ \(pid=\d+\) crashed"
     r"|Rank \d+ scheduler (?:died|is dead)|Scheduler hit an exception|TpModelWorkerClient hit an exception"
@@ -145,6 +157,8 @@ class Reader:
         self._frames: list[str] = []
         self._open: Event | None = None  # an exception whose message may go on
         self._left = 0
+        self._fatal: Event | None = None  # a fatal error whose frames may follow
+        self._current = False  # ... and these are of the thread it happened in
         self._seen: set[str] = set()
         self._phase_lines = 0
 
@@ -205,6 +219,8 @@ class Reader:
         self.log.ended = False
 
     def _line(self, line: str, rank: str, stamped: bool) -> None:
+        if _CUDA_HELP.search(line) or self._of_fatal(line, rank):
+            return
         if "Traceback (most recent call last)" in line:
             self._close()
             self._frames = ["noise:"] if NOISE.search(line.split("Traceback", 1)[0]) else []
@@ -235,10 +251,31 @@ class Reader:
             self._frames = []
         self._plain(line.strip(), rank)
 
+    def _of_fatal(self, line: str, rank: str) -> bool:
+        """Read a fatal error of Python's and the frames below it; say whether the line was one of them."""
+        fatal = _FATAL.search(line)
+        if fatal:
+            self._close()
+            self._fatal = Event("fatal", fatal.group(0)[:MAX_TEXT], self.log.count, rank=rank)
+            self._add(self._fatal)
+            return True
+        if self._fatal is None:
+            return False
+        thread, frame = _THREAD.match(line), _FRAME.match(line)
+        if thread:
+            self._current = thread["current"] != "T"
+        elif frame and self._current and len(self._fatal.frames) < MAX_FRAMES:
+            self._fatal.frames = (f"{frame['file']}:{frame['name']}", *self._fatal.frames)
+        elif not frame:
+            self._fatal, self._current = None, False
+        return bool(thread or frame)
+
     def _exception(self, found: re.Match[str], line: str, rank: str) -> None:
         frames, self._frames = self._frames, []
         if _QUIET_EXCEPTION.search(found["name"]) or (frames and frames[0] == "noise:"):
             return
+        if found["name"] == "EOFError" and any("multiprocessing/connection.py" in frame for frame in frames):
+            return  # the other end of a pipe is gone: how it ended is the cause
         self._open = Event("exception", line.strip("| ")[:MAX_TEXT], self.log.count, tuple(frames), rank)
         self._left = MESSAGE_LINES
 

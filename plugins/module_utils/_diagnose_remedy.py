@@ -23,6 +23,10 @@ OTHER_FLAGS = {
     "custom_all_reduce": ("disable-custom-all-reduce",),
     "nccl_port": ("nccl-port",),
 }
+HOLDER = (
+    ". Find it with nvidia-smi --query-compute-apps=pid,process_name,used_memory --format=csv, in a container on the "
+    "container's host: from inside one only its own processes can be seen; or with fuser -v /dev/nvidia*"
+)
 # {name} = a flag as the installed engine spells it, with sglang_server_ before stable settings.
 REMEDIES: dict[str, str] = {
     "gpu_hardware_fault": "Take this GPU out of sglang_server_gpus and leave the others; reset it (nvidia-smi "
@@ -111,6 +115,8 @@ def remedy(
             text += _near(evidence[0], options)
     if detail == "systemd_start_timeout":
         text = "Set TimeoutStartSec above the longest start, compiling included (this collection's units have none)"
+    if code == "gpu_memory_in_use":
+        text += f" ({', '.join(facts.holders)})" if facts.holders else HOLDER
     if code == "build_tools_missing" and facts.tools_missing:
         text += f". Missing now: {', '.join(facts.tools_missing)}"
     return re.sub(r"\{(\w+)\}", lambda hit: flag(hit.group(1), options), text)

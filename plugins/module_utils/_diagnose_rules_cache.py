@@ -91,6 +91,12 @@ CACHE_RULES = (
         frame=r"triton/(?:runtime|compiler)|codecache|inductor|flashinfer/(?:jit|autotuner)|torch/_?dynamo"
         r"|compiler_interface|caching|backends\.py|fx_passes",
     ),
+    rule(  # a library that was cut off: its pages past the file's end cannot be read
+        "jit_cache_bad",
+        "jit_cache_corrupt",
+        r"Fatal Python error: Bus error",
+        frame=r"tvm_ffi/module\.py:load_module|flashinfer/jit/core\.py:load\b|cpp_extension\.py:_import_module",
+    ),
     rule(
         "jit_cache_bad",
         "jit_cache_stale",

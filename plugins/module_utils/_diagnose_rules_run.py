@@ -105,6 +105,13 @@ MEMORY_RULES = (
         r"|(?:leftover|zombie|stale|defunct) process\w*.{0,60}(?:GPU|VRAM|memory)",
         no=r"reducing memory usage",
     ),
+    rule(  # before this server took any: not even a CUDA context fits
+        "gpu_memory_in_use",
+        "gpu_memory_in_use",
+        r"CUDA error: out of memory",
+        frame=r"parallel_state\.py:(?:__init__|init_\w+)|bootstrap\.py:init_torch_distributed"
+        r"|cuda/__init__\.py:(?:_lazy_init|set_device)",
+    ),
     rule("gpu_memory_in_use", "gpu_memory_imbalance", r"memory capacity is unbalanced|Some GPUs may be occupied"),
     rule(
         "state_cache_too_small",

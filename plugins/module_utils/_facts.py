@@ -18,8 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from ansible_collections.gpufleet.sglang.plugins.module_utils._diagnose_facts import Facts
+from ansible_collections.gpufleet.sglang.plugins.module_utils._facts_cache import cut_off
 from ansible_collections.gpufleet.sglang.plugins.module_utils._facts_packages import unmet_pins
 from ansible_collections.gpufleet.sglang.plugins.module_utils._gpus import (
+    Gpu,
     device_nodes,
     kernel_module_version,
     query,
@@ -28,7 +30,7 @@ from ansible_collections.gpufleet.sglang.plugins.module_utils._gpus import (
 from ansible_collections.gpufleet.sglang.plugins.module_utils._host import Host, disks, shared_memory_mib
 from ansible_collections.gpufleet.sglang.plugins.module_utils._instance import Instance
 from ansible_collections.gpufleet.sglang.plugins.module_utils._runner import TIMED_OUT, Runner
-from ansible_collections.gpufleet.sglang.plugins.module_utils._systemd import unit_of_pid
+from ansible_collections.gpufleet.sglang.plugins.module_utils._systemd import cgroup_pids, unit_of_pid
 
 LIMIT = 2.5  # s for one look; all looks run side by side
 CACHES = (
@@ -44,7 +46,7 @@ NETWORK_FS = ("nfs", "nfs4", "cifs", "smb3", "lustre", "ceph", "fuse.glusterfs",
 BLOCKING = {"PrivateDevices": "yes", "PrivateNetwork": "yes", "MemoryDenyWriteExecute": "yes"}
 PROPERTIES = (
     "User,Group,ReadWritePaths,ProtectSystem,ProtectHome,PrivateDevices,PrivateNetwork,MemoryDenyWriteExecute,"
-    "DevicePolicy,DeviceAllow,LimitNOFILE"
+    "DevicePolicy,DeviceAllow,LimitNOFILE,MainPID,ControlGroup"
 )
 _ACCESS = """
 import os, sys
@@ -91,6 +93,8 @@ def collect(runner: Runner, instance: Instance, seen: Seen, proc: str = "/proc")
         lambda: _folders(runner, instance, proc),
         lambda: _packages(instance),
     ]
+    if seen.failed and not seen.compiling:  # a compiler's output is not whole while it is written
+        jobs.append(lambda: {"cache_damage": cut_off(instance.environment, LIMIT)})
     cuda = device_of(instance) == "cuda"
     if cuda:
         jobs += [lambda: _gpu(runner, instance, proc), lambda: _tools(instance), lambda: _fabric(runner, proc)]
@@ -312,7 +316,27 @@ def _gpu(runner: Runner, instance: Instance, proc: str) -> dict[str, Any]:
         found["holders"] = [
             f"pid {item.pid} ({item.command}{', ' + item.unit if item.unit else ''})" for item in others
         ]
+    if not found.get("held_mib"):
+        # of a slice the driver tells what all slices use
+        unlisted = 0 if (instance.uuid or "").startswith("MIG-") else _unlisted(ours)
+        if unlisted and _down(runner, instance):
+            found["held_mib"], found["holders"] = unlisted, []
     return found
+
+
+def _unlisted(gpu: Gpu) -> int:
+    """Return the GPU's memory in use, 0 when it is no more than the driver keeps for itself.
+
+    In a container of its own pids the driver lists no process at all, and the memory is in use none the less.
+    """
+    used, total = gpu.memory_used_mib or 0, gpu.memory_total_mib or 0
+    return used if used > total / 10 else 0
+
+
+def _down(runner: Runner, instance: Instance) -> bool:
+    """Say whether no process of the unit is left: memory in use then is not its own."""
+    values = _show(runner, instance)
+    return values.get("MainPID") == "0" and not cgroup_pids(values.get("ControlGroup", ""))
 
 
 def on_its_gpu(runner: Runner, instances: Sequence[Instance], timeout: float = LIMIT) -> dict[str, tuple[bool, str]]:
