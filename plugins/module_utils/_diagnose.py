@@ -164,10 +164,11 @@ def _combine(signs: Sequence[Sign], log: Log, facts: Facts, phase: str) -> list[
     out = []
     killed = any(sign.code == "process_killed" for sign in found)
     by_signal = killed or any(BY_SIGNAL.search(event.text) for event in log.events)
-    if by_signal:  # how the process ended outranks whatever else is odd about its host
+    if by_signal:  # how the process ended outranks what is odd about its host, and what it says it coped with
         found = [
             replace(sign, strength=SYMPTOM)
-            if sign.fact and sign.strength == HINT and sign.code != "process_killed"
+            if (sign.fact and sign.strength == HINT and sign.code != "process_killed")
+            or (sign.chatter and sign.strength == CAUSE)
             else sign
             for sign in found
         ]

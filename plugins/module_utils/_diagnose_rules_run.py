@@ -121,7 +121,7 @@ MEMORY_RULES = (
         r"|exhaust\w*|insufficient|no (?:free|available)|out of|less than|fewer than|smaller than"
         r"|is 0|full\b)|max.?mamba.?cache.?size|mamba.full.memory.ratio|state_cap\b|(?:not enough"
         r"|insufficient|no free|out of)\b.{0,40}\b(?:mamba|ssm|state (?:cache|pool|slots?))",
-        no=r"server_args|Mamba Cache is allocated",
+        no=r"server_args|Mamba Cache is allocated|^max_running_requests is capped to \d+ by the mamba",
     ),
     rule(
         "kv_pool_too_small",

@@ -77,6 +77,11 @@ ACCOUNT = (
     " of which {} is free. Including non-PyTorch memory, this process has {} memory in use."
 )
 NO_ACCESS = "RuntimeError: Unexpected error from cudaGetDeviceCount(). Error 802: system not yet initialized"
+CAPPED = (  # a healthy hybrid model's
+    "max_running_requests is capped to 214 by the mamba state cache (max_mamba_cache_size=1072, 5 state slots per "
+    "request). To raise it: increase --mamba-full-memory-ratio or --max-mamba-cache-size."
+)
+FULL = "Not enough space for mamba cache: requests are capped, the rest is ignored"
 DAMAGE = "/c/x.so: cut off: 512 of 1024 bytes"
 
 
@@ -92,6 +97,8 @@ TABLE = [
     (SCHEDULER_KILLED, {**HOST, **NINE, "cache_damage": DAMAGE}, "process_killed", "Subprocess"),
     (SCHEDULER_KILLED, HOST, "unknown_failure", "Subprocess scheduler_0"),  # nobody knows who did it
     (died(-9), {**HOST, "oom_kills": 0}, "process_killed", "RuntimeError: Rank 0"),
+    ([CAPPED, *died(-9)], {**HOST, "oom_kills": 0}, "process_killed", "RuntimeError: Rank 0"),
+    ([FULL, *SCHEDULER_KILLED[1:]], {**HOST, **NINE}, "process_killed", "Subprocess scheduler_0"),
     ([], {**HOST, **NINE}, "process_killed", "the main process"),
     ([NO_ACCESS], HOST, "driver_unavailable", "RuntimeError: Unexpected error"),
     ([], HOST, "unknown_failure", ""),  # an idle fabric manager alone is no reason
