@@ -52,7 +52,7 @@ def wanted(name):
     return next((code for part, code in tool.items() if part in name), "toolkit_incomplete")
 
 
-@pytest.mark.parametrize("path", sorted(LOGS.glob("*.txt")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", sorted(LOGS.glob("*.log")), ids=lambda path: path.stem)
 def test_what_compilers_really_said(path):
     """Each fault of a toolkit, header skew among them, as nvcc, ptxas, ld and ninja put it."""
     found = diagnose(path.read_text(errors="replace").splitlines(), Facts(failed=True))
