@@ -140,6 +140,7 @@ TRUE_WHEN_SAID = (
     "Incomplete checkpoint for",
     "is in use, but we could not find the process",
     "Cubin directory does not exist",
+    "Failed to remove corrupted file",
 )
 CHUNK = 40  # texts tried in one log; only where that says something is each tried alone
 
