@@ -27,7 +27,8 @@ WHEELS = "gpufleet-wheels.json"  # in a private set of wheels
 LOCK_TIMEOUT = 1800.0
 NOTE = "made by gpufleet.sglang: CUDA_HOME folders composed of links, safe to remove\n"
 MADE = "made too: "  # folders above it, from the lowest one on
-_LEFT = re.compile(r"[\w.]+-[0-9a-f]+\.(new|old)")  # a tree or a private set on its way in or out
+# a tree (12 digits of its fingerprint) or a private set (8) on its way in or out: only names that we give
+_LEFT = re.compile(r"[0-9][0-9.]*-[0-9a-f]{8}([0-9a-f]{4})?\.(new|old)")
 _EXCHANGE = 2
 
 

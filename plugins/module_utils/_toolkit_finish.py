@@ -129,7 +129,9 @@ def remove(folder: str, config_dir: str, *, check: bool = False) -> Outcome:
     ours = os.path.isfile(f"{folder}/{MARK}") and not os.path.islink(folder)
     names = [*apply.trees(folder), *apply.private_sets(folder), *inplace.records(folder)] if ours else []
     recorded = state.load(config_dir)
-    if recorded and recorded.get("folder", folder) == folder:
+    # also that of a later run which failed on another folder and kept this home
+    inside = str(recorded.get("cuda_home")).startswith(f"{folder}/") if recorded else False
+    if recorded and (inside or recorded.get("folder", folder) == folder):
         names.append(f"{config_dir}/{state.NAME}")
     if not ours and not names:
         return out

@@ -684,6 +684,19 @@ def test_removal_of_a_toolkit_that_was_good_as_it_is_takes_the_record(desk):
     assert not (desk.top / "etc").exists()
 
 
+def test_removal_takes_the_record_that_a_failed_run_on_another_folder_kept(desk):
+    home = desk.run().cuda_home
+    (desk.top / "open").mkdir()
+    (desk.top / "open").chmod(0o777)
+    mine = desk.settings
+    desk.settings = replace(mine, folder=str(desk.top / "open/cuda"))
+    assert desk.run().problems
+    assert desk.record()["cuda_home"] == home
+    desk.settings = mine
+    assert desk.remove().changed
+    assert not (desk.top / "etc").exists()
+
+
 def test_removal_leaves_the_record_of_another_folder(desk):
     desk.run()
     other = replace(desk.settings, folder=str(desk.top / "cuda2"))

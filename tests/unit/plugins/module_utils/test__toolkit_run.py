@@ -372,13 +372,15 @@ def test_nothing_is_written_through_a_link_in_the_folder(desk, name):
 
 def test_leftovers_of_killed_runs_are_swept(desk):
     write(desk.top / "cuda/.gpufleet-cuda")
-    write(desk.top / "cuda/13.0.88-abc.new/bin/nvcc")
-    write(desk.top / "cuda/13.0.88-abc.old/bin/nvcc")
-    write(desk.top / "cuda/wheels/13.0-1.new/x")
+    write(desk.top / "cuda/13.0.88-0123456789ab.new/bin/nvcc")
+    write(desk.top / "cuda/13.0.88-0123456789ab.old/bin/nvcc")
+    write(desk.top / "cuda/wheels/13.0-01234567.new/x")
     desk.top.joinpath("cuda").chmod(0o755)
+    write(desk.top / "cuda/backup-2026.old/x")  # somebody else's
     desk.run()
-    assert [path.name for path in (desk.top / "cuda").glob("*.*") if path.suffix in (".new", ".old")] == []
-    assert not (desk.top / "cuda/wheels/13.0-1.new").exists()
+    left = [path.name for path in (desk.top / "cuda").glob("*.*") if path.suffix in (".new", ".old")]
+    assert left == ["backup-2026.old"]
+    assert not (desk.top / "cuda/wheels/13.0-01234567.new").exists()
 
 
 def test_a_failure_while_writing_leaves_the_old_tree(desk, monkeypatch):
