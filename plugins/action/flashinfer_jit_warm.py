@@ -5,17 +5,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 from typing import Any
 
-from ansible.errors import AnsibleConnectionFailure
 from ansible.plugins.action import ActionBase
 from ansible.utils.display import Display
+from ansible_collections.gpufleet.sglang.plugins.plugin_utils._lost import over_losses
 
 SLICE = 5.0  # s a run of the module lasts
-TRIES = 3  # for one slice, when the connection is lost: the work goes on meanwhile
-PAUSE = 3.0  # s before it is tried again
 HEARTBEAT = 30.0  # s of silence
 INTERNAL = ("watch_state", "progress")
 
@@ -50,18 +47,10 @@ class ActionModule(ActionBase):
             watch = result["watch_state"]
 
     def _slice(self, args: dict[str, Any], task_vars: dict[str, Any], host: str) -> dict[str, Any]:
-        """Run one slice; a connection lost for a moment costs a few seconds."""
-        for attempt in range(1, TRIES + 1):
-            try:
-                told: dict[str, Any] = self._execute_module(
-                    module_name="gpufleet.sglang.flashinfer_jit_warm", module_args=args, task_vars=task_vars
-                )
-                return told
-            except AnsibleConnectionFailure as exc:
-                if attempt == TRIES:
-                    raise
-                display.display(f"{host}: connection lost, trying again ({attempt} of {TRIES - 1}): {exc}")
-                time.sleep(PAUSE)
-                with contextlib.suppress(Exception):  # a plugin without reset, or nothing to reset
-                    self._connection.reset()
-        raise AssertionError("unreachable")
+        """Run one slice."""
+        name = "gpufleet.sglang.flashinfer_jit_warm"
+        return over_losses(
+            lambda: self._execute_module(module_name=name, module_args=args, task_vars=task_vars),
+            self._connection,
+            lambda text: display.display(f"{host}: {text}"),
+        )

@@ -5,21 +5,19 @@
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import time
 from collections.abc import Mapping
 from typing import Any
 
-from ansible.errors import AnsibleConnectionFailure
 from ansible.module_utils.parsing.convert_bool import boolean
 from ansible.plugins.action import ActionBase
 from ansible.utils.display import Display
 from ansible_collections.gpufleet.sglang.plugins.module_utils._health import failure_message
+from ansible_collections.gpufleet.sglang.plugins.plugin_utils._lost import over_losses
 from ansible_collections.gpufleet.sglang.plugins.plugin_utils._progress import Progress
 
 SLICE = 5.0  # s a run of the module lasts; longer only for an answer that is on its way
-TRIES = 3  # for one slice, when the connection is lost
-PAUSE = 3.0  # s before a lost connection is tried again
 INTERNAL = ("watch_state", "done")
 
 display = Display()
@@ -83,7 +81,12 @@ class ActionModule(ActionBase):
         """Run slices until nothing is left to wait for."""
         state: Mapping[str, Any] = {}
         while True:
-            result = self._slice({**args, "slice_seconds": SLICE, "watch_state": state}, task_vars, host)
+            given = {**args, "slice_seconds": SLICE, "watch_state": state}
+            result = over_losses(
+                functools.partial(self._module, given, task_vars),
+                self._connection,
+                lambda text: display.display(f"{host}: {text}"),
+            )
             if result.get("failed") or "watch_state" not in result:
                 return _finish(result, host)
             state, done = result["watch_state"], result["done"]
@@ -92,20 +95,6 @@ class ActionModule(ActionBase):
                 display.display(line)
             if done:
                 return result
-
-    def _slice(self, args: dict[str, Any], task_vars: dict[str, Any], host: str) -> dict[str, Any]:
-        """Run one slice; a connection lost for a moment costs a few seconds, not the deploy."""
-        for attempt in range(1, TRIES + 1):
-            try:
-                return self._module(args, task_vars)
-            except AnsibleConnectionFailure as exc:
-                if attempt == TRIES:
-                    raise
-                display.display(f"{host}: connection lost, trying again ({attempt} of {TRIES - 1}): {exc}")
-                time.sleep(PAUSE)
-                with contextlib.suppress(Exception):  # a plugin without reset, or nothing to reset
-                    self._connection.reset()
-        raise AssertionError("unreachable")
 
     def _module(self, args: dict[str, Any], task_vars: dict[str, Any]) -> dict[str, Any]:
         told: dict[str, Any] = self._execute_module(
