@@ -25,6 +25,7 @@ from typing import Any
 from ansible_collections.gpufleet.sglang.plugins.module_utils._toolkit_elf import broken
 
 READY, MISSING, STALE, BROKEN = "ready", "missing", "stale", "broken"
+FEW_FILES = 4
 DTYPES = {  # as SGLang spells them in the names of its modules
     "bf16_t": "torch.bfloat16",
     "fp16_t": "torch.float16",
@@ -163,9 +164,30 @@ def flashinfer_state(spec: Any) -> str:
     return READY if done.returncode == 0 and "no work to do" in done.stdout else STALE
 
 
+def split_compile(spec: Any) -> str:
+    """Return nvcc's flag for optimising one file's kernels side by side; "" where files enough keep the cores busy.
+
+    FlashInfer's sampling is one large file. The flag is no part of the build file, where a server would see a change.
+    """
+    jobs = int(os.environ.get("MAX_JOBS") or 1)
+    if jobs < 2 or len(getattr(spec, "sources", ())) > FEW_FILES:
+        return ""
+    argv = [f"{os.environ.get('CUDA_HOME', '')}/bin/nvcc", "--help"]
+    try:  # the engine's Python runs this, where there is no Ansible and no run_command
+        said = subprocess.run(argv, capture_output=True, text=True, check=False)  # pylint: disable=ansible-bad-function
+    except OSError:
+        return ""
+    return f"--split-compile={jobs}" if "--split-compile " in said.stdout else ""
+
+
 def flashinfer_build(module: Module, held: Callable[[], None]) -> None:
-    """Build one module as build_and_load() does and under its lock, without loading it; says when it has the lock."""
+    """Build one module as build_and_load() does and under its lock, without loading it; says when it has the lock.
+
+    For a process of its own: it sets nvcc's flags in the environment.
+    """
     spec, library = module.spec, Path(module.library)
+    flags = [os.environ.get("NVCC_APPEND_FLAGS", ""), split_compile(spec)]
+    os.environ["NVCC_APPEND_FLAGS"] = " ".join(flags).strip()
     if not hasattr(spec, "write_ninja"):
         spec.build_and_load()
         return
@@ -319,6 +341,13 @@ def sglang_build(module: Module) -> None:
     called, args = sglang_call(module.entry)
     with watching(loaded, repair=True, compile_allowed=True):
         called(*args)
+
+
+def imports(entries: Sequence[Mapping[str, Any]]) -> None:
+    """Import all that the entries' calls need, and load none of their modules: that is seconds of the loading."""
+    for entry in entries:
+        with contextlib.suppress(UnknownCall):
+            flashinfer_module(entry) if entry["kind"] == "flashinfer" else sglang_call(entry)
 
 
 def resolve(entries: Sequence[Mapping[str, Any]], *, repair: bool) -> tuple[list[Module], list[dict[str, str]]]:

@@ -399,6 +399,7 @@ def main(argv: Sequence[str]) -> int:
     worker = Worker(request)
     if argv[1:] == ["prove"]:
         worker.prepare()
+        calls.imports(request["entries"])
         sys.stdin.read()
         worker.load_all()
         return 0

@@ -72,6 +72,7 @@ class Spec:
     installer: str = "auto"
     options_dir: str = "/etc/sglang"
     device: str = "cuda"
+    read_options: bool = True
 
     @property
     def existing(self) -> bool:

@@ -79,6 +79,7 @@ class Outcome:
     expected_version: str
     packages: dict[str, str] = field(default_factory=dict)
     options_file: str = ""
+    options_due: bool = False
     changed: bool = False
     installer: str = ""
     log: str = ""
@@ -305,6 +306,8 @@ def _with_options(spec: Spec, outcome: Outcome, tools: Tools, *, check: bool) ->
         return replace(outcome, diff=[*outcome.diff, _options_diff(spec, outcome.expected_version)])
     if cached(spec.options_path, version, spec.folder, found.fingerprint):
         return outcome
+    if not spec.read_options:
+        return replace(outcome, options_due=True)
     changed = replace(outcome, changed=True, diff=[*outcome.diff, _options_diff(spec, version)])
     if check:
         return changed

@@ -99,6 +99,12 @@ options:
     type: str
     choices: [cuda, cpu]
     default: cuda
+  read_options:
+    description:
+      - Whether to read the engine's option list where it is not cached. That imports the engine, which takes seconds.
+      - With V(false), RV(options_due) says that a later call has to do it.
+    type: bool
+    default: true
 seealso:
   - module: gpufleet.sglang.sglang_plan
 """
@@ -157,6 +163,11 @@ options_file:
   returned: success
   type: str
   sample: /etc/sglang/options-0.5.23.json
+options_due:
+  description: Whether the engine's option list is still to be read, because O(read_options=false).
+  returned: success
+  type: bool
+  sample: false
 installer:
   description: What installed the release, C(pip) or C(uv). Empty for an existing venv.
   returned: success
@@ -208,6 +219,7 @@ ARGUMENTS = {
     "installer": {"type": "str", "choices": ["auto", "uv", "pip"], "default": "auto"},
     "options_dir": {"type": "path", "default": "/etc/sglang"},
     "device": {"type": "str", "choices": ["cuda", "cpu"], "default": "cuda"},
+    "read_options": {"type": "bool", "default": True},
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import ast
 import json
 import os
@@ -256,3 +257,29 @@ def test_the_worker_needs_nothing_of_ansible(tmp_path):
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False, text=True)
     assert done.stdout.strip() == worker.LOCK, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("jobs", "files", "text", "expected"),
+    [
+        ("8", 3, "--split-compile <number>", "--split-compile=8"),
+        ("8", 9, "--split-compile <number>", ""),  # files enough
+        ("1", 3, "--split-compile <number>", ""),  # little memory, or one core
+        ("8", 3, "--split-compile-extended <number>", ""),  # an older nvcc
+        ("", 3, "--split-compile <number>", ""),
+    ],
+)
+def test_a_large_file_is_optimised_side_by_side(tmp_path, monkeypatch, jobs, files, text, expected):
+    nvcc = tmp_path / "bin/nvcc"
+    nvcc.parent.mkdir()
+    nvcc.write_text(f"#!/bin/sh\necho '{text}'\n")
+    nvcc.chmod(0o755)
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    monkeypatch.setenv("MAX_JOBS", jobs)
+    assert calls.split_compile(argparse.Namespace(sources=["x.cu"] * files)) == expected
+
+
+def test_no_split_without_a_compiler(tmp_path, monkeypatch):
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    monkeypatch.setenv("MAX_JOBS", "8")
+    assert calls.split_compile(argparse.Namespace(sources=[])) == ""

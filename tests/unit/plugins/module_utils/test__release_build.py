@@ -87,6 +87,18 @@ def test_make_check_again_and_verify_as_an_existing_venv(spec, tools):
     assert "missing: 1 is pinned, not installed" in different
 
 
+def test_options_can_be_left_for_a_later_call(spec, tools):
+    first = ensure(replace(spec, read_options=False), tools, check=False)
+    assert (first.changed, first.options_due) == (True, True)  # the release was made
+    assert not Path(spec.options_path).exists()
+    for check in (True, False):
+        later = ensure(replace(spec, read_options=False), tools, check=check)
+        assert (later.changed, later.options_due) == (False, True)
+    now = ensure(spec, tools, check=False)
+    assert (now.changed, now.options_due) == (True, False)
+    assert not ensure(replace(spec, read_options=False), tools, check=False).options_due
+
+
 def test_an_engine_upgraded_in_place_is_read_anew(spec, tools):
     ensure(spec, tools, check=False)
     parser = next(Path(spec.folder).glob("lib/python3*/site-packages/sglang/srt/server_args.py"))
