@@ -25,7 +25,6 @@ from typing import Any
 from ansible_collections.gpufleet.sglang.plugins.module_utils._toolkit_elf import broken
 
 READY, MISSING, STALE, BROKEN = "ready", "missing", "stale", "broken"
-FEW_FILES = 4
 DTYPES = {  # as SGLang spells them in the names of its modules
     "bf16_t": "torch.bfloat16",
     "fp16_t": "torch.float16",
@@ -164,13 +163,14 @@ def flashinfer_state(spec: Any) -> str:
     return READY if done.returncode == 0 and "no work to do" in done.stdout else STALE
 
 
-def split_compile(spec: Any) -> str:
-    """Return nvcc's flag for optimising one file's kernels side by side; "" where files enough keep the cores busy.
+def split_compile() -> str:
+    """Return nvcc's flag for optimising the kernels of one file side by side; "" where nvcc or the memory forbids it.
 
-    FlashInfer's sampling is one large file. The flag is no part of the build file, where a server would see a change.
+    For the modules that end last, when other cores are idle. It is no part of the build file, where a server that has
+    no such flag would see a change.
     """
     jobs = int(os.environ.get("MAX_JOBS") or 1)
-    if jobs < 2 or len(getattr(spec, "sources", ())) > FEW_FILES:
+    if jobs < 2:
         return ""
     argv = [f"{os.environ.get('CUDA_HOME', '')}/bin/nvcc", "--help"]
     try:  # the engine's Python runs this, where there is no Ansible and no run_command
@@ -181,13 +181,8 @@ def split_compile(spec: Any) -> str:
 
 
 def flashinfer_build(module: Module, held: Callable[[], None]) -> None:
-    """Build one module as build_and_load() does and under its lock, without loading it; says when it has the lock.
-
-    For a process of its own: it sets nvcc's flags in the environment.
-    """
+    """Build one module as build_and_load() does and under its lock, without loading it; says when it has the lock."""
     spec, library = module.spec, Path(module.library)
-    flags = [os.environ.get("NVCC_APPEND_FLAGS", ""), split_compile(spec)]
-    os.environ["NVCC_APPEND_FLAGS"] = " ".join(flags).strip()
     if not hasattr(spec, "write_ninja"):
         spec.build_and_load()
         return

@@ -372,9 +372,13 @@ def _fault(finding: Finding) -> dict[str, str]:
 
 
 def _build(module: calls.Module, held: Callable[[], None]) -> None:
+    """Build a module, in a process of its own."""
     if module.spec is None:
         calls.sglang_build(module)
         return
+    if weight(module) >= LONG:
+        flags = [os.environ.get("NVCC_APPEND_FLAGS", ""), calls.split_compile()]
+        os.environ["NVCC_APPEND_FLAGS"] = " ".join(flags).strip()
     _wait_for_orphans(str(module.spec.build_dir) if hasattr(module.spec, "build_dir") else "")
     calls.flashinfer_build(module, held)
 

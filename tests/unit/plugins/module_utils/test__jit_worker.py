@@ -260,26 +260,35 @@ def test_the_worker_needs_nothing_of_ansible(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("jobs", "files", "text", "expected"),
+    ("jobs", "text", "expected"),
     [
-        ("8", 3, "--split-compile <number>", "--split-compile=8"),
-        ("8", 9, "--split-compile <number>", ""),  # files enough
-        ("1", 3, "--split-compile <number>", ""),  # little memory, or one core
-        ("8", 3, "--split-compile-extended <number>", ""),  # an older nvcc
-        ("", 3, "--split-compile <number>", ""),
+        ("8", "--split-compile <number>", "--split-compile=8"),
+        ("1", "--split-compile <number>", ""),  # little memory, or one core
+        ("8", "--split-compile-extended <number>", ""),  # an older nvcc
+        ("", "--split-compile <number>", ""),
     ],
 )
-def test_a_large_file_is_optimised_side_by_side(tmp_path, monkeypatch, jobs, files, text, expected):
+def test_a_large_file_is_optimised_side_by_side(tmp_path, monkeypatch, jobs, text, expected):
     nvcc = tmp_path / "bin/nvcc"
     nvcc.parent.mkdir()
     nvcc.write_text(f"#!/bin/sh\necho '{text}'\n")
     nvcc.chmod(0o755)
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
     monkeypatch.setenv("MAX_JOBS", jobs)
-    assert calls.split_compile(argparse.Namespace(sources=["x.cu"] * files)) == expected
+    assert calls.split_compile() == expected
 
 
 def test_no_split_without_a_compiler(tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
     monkeypatch.setenv("MAX_JOBS", "8")
-    assert calls.split_compile(argparse.Namespace(sources=[])) == ""
+    assert calls.split_compile() == ""
+
+
+def test_only_the_longest_are_split_and_the_users_flags_stay(monkeypatch):
+    monkeypatch.setenv("NVCC_APPEND_FLAGS", "-lineinfo")
+    monkeypatch.setattr(calls, "split_compile", lambda: "--split-compile=8")
+    seen = []
+    monkeypatch.setattr(calls, "flashinfer_build", lambda *_args: seen.append(os.environ["NVCC_APPEND_FLAGS"]))
+    for name in ("norm", "sampling"):
+        worker._build(calls.Module("flashinfer", name, {}, spec=argparse.Namespace()), lambda: None)
+    assert seen == ["-lineinfo", "-lineinfo --split-compile=8"]
