@@ -12,7 +12,7 @@ from ansible_collections.gpufleet.sglang.plugins.module_utils._finding import WA
 from ansible_collections.gpufleet.sglang.plugins.module_utils._gpus import Gpu, device_nodes, open_nodes
 from ansible_collections.gpufleet.sglang.plugins.module_utils._runner import Runner
 
-_LOST = {"missing": "does not exist", "no_device": "has no device behind it"}
+_LOST = {"missing": "does not exist", "no_device": "has no device behind it", "no_node": "is no device node"}
 
 
 @dataclass(frozen=True)

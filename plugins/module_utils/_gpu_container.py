@@ -176,6 +176,10 @@ def _node_problem(path: str, state: str, place: Place) -> tuple[str, str, str]:
     number, _space, said = state.partition(" ")
     if state == "missing":
         return "missing", "does not exist (ENOENT)", _pass_in(place, path)
+    if state == "no_node":
+        text = "is a file and no device node: a bind mount with create=file leaves one where the host has no such node"
+        again = ", and restart the container" if place.container else ""
+        return "no_node", text, f"Remove the file, make the node {outside(place)} ('{_make(path)}'){again}"
     if state == "denied":
         return "denied", "may not be opened (EPERM: the device cgroup forbids it)", _allow(place, path)
     if state == "forbidden":
@@ -210,15 +214,16 @@ def _pass_in(place: Place, path: str) -> str:
         now = major_of(path, place.majors)
         lines = [mount_line(path)] + ([] if now is None else [allow_line(now, place.cgroup_v1)])
         return place.into_conf(*lines)
-    make = "nvidia-modprobe -u -c=0" if UVM in path or path.endswith(CONTROL) else f"nvidia-modprobe -c={_minor(path)}"
+    make = _make(path)
     if place.container:
         outer = f"where it is missing outside too, '{make}' makes it there"
         return f"Pass the node into this {place.container} container; {outer}"
     return f"Run '{make}', which makes the node"
 
 
-def _minor(path: str) -> str:
-    return path.rsplit("nvidia", 1)[-1] or "0"
+def _make(path: str) -> str:
+    minor = path.rsplit("nvidia", 1)[-1] or "0"
+    return "nvidia-modprobe -u -c=0" if UVM in path or path.endswith(CONTROL) else f"nvidia-modprobe -c={minor}"
 
 
 def _allow(place: Place, path: str) -> str:

@@ -33,11 +33,12 @@ FIELDS = (
 _REQUIRED = ("index", "uuid", "name", "memory.total")
 _UNKNOWN_FIELD = re.compile(r'Field "([^"]+)" is not a valid field')
 _OPEN = """
-import os, sys
+import os, stat, sys
 for path in sys.argv[1:]:
     try:
-        os.close(os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK))
-        print(path, "ok", flush=True)
+        node = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
+        print(path, "ok" if stat.S_ISCHR(os.fstat(node).st_mode) else "no_node", flush=True)
+        os.close(node)
     except OSError as exc:
         print(path, exc.errno, exc.strerror, flush=True)
 """

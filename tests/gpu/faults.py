@@ -34,6 +34,15 @@ time.sleep(600)
 """
 
 
+# A container whose GPUs were passed in badly: what lies over which path instead, and the code that is right.
+CONTAINER = {
+    "whole": ("", "", ""),
+    "uvm_is_a_file": ("/etc/hostname", "/dev/nvidia-uvm", "device_node_no_node"),
+    "control_is_a_file": ("/etc/hostname", "/dev/nvidiactl", "device_node_no_node"),
+    "smi_hangs": ("/tmp/hangs", "nvidia-smi", "nvidia_smi_hung"),
+}
+
+
 @dataclass(frozen=True)
 class Fault:
     """One fault: what differs from a server that works, what is done to it, and the codes that are right."""
@@ -176,3 +185,34 @@ def all_faults(box: Box, logs: Path, say: Callable[[str], None], left: Callable[
             found[name] = {"right": False, "why": f"{type(exc).__name__}: {exc}"[:500]}
         say(f"{name}: {json.dumps(found[name])[:600]}")
     return {"faults": found, "right": sum(item["right"] for item in found.values()), "of": len(found)}
+
+
+def container(box: Box) -> dict[str, Any]:
+    """Spoil a container's way to its GPUs, and ask our preflight what is wrong."""
+    box.run("sh", "-c", "printf '#!/bin/sh\\nexec sleep 600\\n' > /tmp/hangs && chmod +x /tmp/hangs", check=True)
+    smi = box.run("sh", "-c", "readlink -f $(command -v nvidia-smi)").stdout.strip()
+    found: dict[str, Any] = {}
+    for name, (over, path, code) in CONTAINER.items():
+        place = smi if path == "nvidia-smi" else path
+        if over:
+            box.run("mount", "--bind", over, place, check=True)
+        answer = Path("/opt/proof/host.json")
+        answer.unlink(missing_ok=True)
+        play = {
+            "hosts": "all", "gather_facts": False,
+            "tasks": [
+                {"gpufleet.sglang.sglang_host_info": {"device": "cuda"}, "register": "host"},
+                {"ansible.builtin.copy": {"content": "{{ host | to_json }}", "dest": str(answer), "mode": "0644"}},
+            ],
+        }  # fmt: skip
+        try:
+            played = box.play("", {}, Path(f"/opt/proof/logs/container-{name}.log"), timeout=90, play=play)
+        finally:
+            if over:
+                box.run("umount", place, check=True)
+        said = json.loads(answer.read_text(encoding="utf-8")) if answer.exists() else {"msg": played.text[-500:]}
+        errors = [item for item in said.get("problems", []) if item["severity"] == "error"]
+        codes = [item["code"] for item in errors]
+        right = bool(said.get("ok")) if not code else code in codes
+        found[name] = {"right": right, "codes": codes, "said": said.get("msg", "")[:600], "seconds": played.seconds}
+    return found

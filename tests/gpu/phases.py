@@ -309,6 +309,13 @@ def provoked(context: Context) -> dict[str, Any]:
     return data
 
 
+def container(context: Context) -> dict[str, Any]:
+    """GPUs passed into a container badly: the preflight names what is wrong; the whole one passes."""
+    found = faults.container(context.box)
+    wrong = [name for name, item in found.items() if not item["right"]]
+    return {"cases": found, **({"why": f"not named rightly: {', '.join(wrong)}"} if wrong else {})}
+
+
 def hybrid(context: Context) -> dict[str, Any]:
     """A small hybrid model in each mamba strategy: KV tokens and requests at once, foretold and the engine's own."""
     down(context)
@@ -389,6 +396,7 @@ PHASES: dict[str, Callable[[Context], dict[str, Any]]] = {
     "warm": warm,
     "hybrid": hybrid,
     "faults": provoked,
+    "container": container,
     "unequal": unequal,
     "loop": loop,
     "down": down,

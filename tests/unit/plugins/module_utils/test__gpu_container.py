@@ -66,6 +66,14 @@ def at(path, major=195, mode=0o666, **changes):
         ("/dev/nvidia0", "ok", at("/dev/nvidia0", mode=0o660), "device_node_mode", "'chmod 0666 /dev/nvidia0'"),
         ("/dev/nvidia0", "5 Input/output error", at("/dev/nvidia0"), "device_node_error", "RmInitAdapter"),
         ("/dev/nvidia0", "16 Device or resource busy", at("/dev/nvidia0"), "device_node_error", "'dmesg'"),
+        (
+            "/dev/nvidia3",
+            "no_node",
+            LXC,
+            "device_node_no_node",
+            "on the Proxmox host ('nvidia-modprobe -c=3'), and restart",
+        ),
+        ("/dev/nvidiactl", "no_node", Place(), "device_node_no_node", "make the node here ('nvidia-modprobe -u -c=0')"),
         ("/dev/nvidia0", "hung", at("/dev/nvidia0"), "device_node_hung", "on the Proxmox host"),
         ("/dev/nvidia0", "unknown", LXC, "device_node_unknown", "the node before it"),
         (

@@ -150,10 +150,10 @@ def test_the_node_of_a_gpu_carries_its_minor_number(tmp_path):
 
 
 def test_nodes_are_really_opened(tmp_path):
-    good, missing = tmp_path / "good", tmp_path / "missing"
-    good.write_text("")
-    states = _gpus.open_nodes(SubprocessRunner(), [str(good), str(missing)])
-    assert states == {str(good): "ok", str(missing): "missing"}
+    file, missing = tmp_path / "file", tmp_path / "missing"
+    file.write_text("")
+    states = _gpus.open_nodes(SubprocessRunner(), ["/dev/null", str(file), str(missing)])
+    assert states == {"/dev/null": "ok", str(file): "no_node", str(missing): "missing"}
 
 
 @pytest.mark.parametrize(
