@@ -106,7 +106,7 @@ def output(*argv: str, timeout: float = 60.0) -> str:
 
 def machine(context: Context) -> dict[str, Any]:
     """What the machine is; boots the container."""
-    query = "index,uuid,name,compute_cap,memory.total,driver_version,pci.bus_id"
+    query = "index,uuid,name,compute_cap,memory.total,memory.used,driver_version,pci.bus_id"
     rows = output("nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader,nounits").splitlines()
     gpus = [dict(zip(query.split(","), (cell.strip() for cell in row.split(",")))) for row in rows]
     home = os.environ.get("CUDA_HOME", "")
@@ -290,7 +290,11 @@ def down(context: Context) -> dict[str, Any]:
         if Path(f"/mnt/{box.name}/run").exists():
             box.run("systemctl", "stop", "sglang.target", timeout=200)
     time.sleep(2)
-    return {"memory": output("nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader")}
+    left = {box.name: box.run("systemctl", "list-units", "--state=active", "--plain", "--no-legend", "sglang@*").stdout
+            for box in (context.box, *MORE) if Path(f"/mnt/{box.name}/run").exists()}  # fmt: skip
+    memory_used = output("nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader")
+    data: dict[str, Any] = {"memory": memory_used}
+    return {**data, "why": f"still active: {left}"} if any(left.values()) else data
 
 
 def provoked(context: Context) -> dict[str, Any]:
@@ -384,7 +388,17 @@ def loop(context: Context) -> dict[str, Any]:
 
 
 # Seconds that a phase takes on one H200: with less time left it is not begun
-NEEDED = {"naive": 285, "cold": 190, "noop": 30, "warm": 105, "hybrid": 150, "faults": 130, "more": 130, "unequal": 75}
+NEEDED = {
+    "naive": 285,
+    "cold": 190,
+    "noop": 30,
+    "warm": 105,
+    "hybrid": 150,
+    "faults": 130,
+    "more": 130,
+    "unequal": 75,
+    "container": 30,
+}
 
 PHASES: dict[str, Callable[[Context], dict[str, Any]]] = {
     "machine": machine,
