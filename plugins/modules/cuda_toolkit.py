@@ -259,8 +259,8 @@ def settings_of(params: dict[str, Any]) -> Settings:
     environment = {str(key): str(value) for key, value in params["environment"].items() if value is not None}
     return Settings(
         python=params["python"],
-        folder=params["folder"].rstrip("/"),
-        config_dir=params["config_dir"].rstrip("/"),
+        folder=params["folder"],
+        config_dir=params["config_dir"],
         cuda_home=params["cuda_home"].strip(),
         archs=tuple(params["arch_list"]),
         repair=params["repair"],
@@ -320,10 +320,10 @@ def main() -> None:
     module = AnsibleModule(
         argument_spec=ARGUMENTS, required_if=[("state", "present", ["python"])], supports_check_mode=True
     )
+    os.umask(0o022)  # what is made here is for the servers' user to read, and for nobody else to write
     if module.params["state"] == "absent":
-        folder, config_dir = (module.params[name].rstrip("/") for name in ("folder", "config_dir"))
         try:
-            gone = remove(folder, config_dir, check=module.check_mode)
+            gone = remove(module.params["folder"], module.params["config_dir"], check=module.check_mode)
         except (ApplyError, FileError, OSError) as exc:
             module.fail_json(msg=f"{os.uname().nodename}: the toolkit is not taken back: {exc}")
         module.exit_json(changed=gone.changed, cuda_home=None, pruned=gone.pruned, diff=gone.diff)
@@ -334,7 +334,9 @@ def main() -> None:
         problems = [Finding("not_proven", "no CUDA_HOME could be proven", "See the findings")]
     not_yet = module.check_mode and [item.code for item in problems] == ["venv_missing"]
     if problems and module.params["required"] and not not_yet:
-        module.fail_json(msg=numbered(f"{os.uname().nodename}: no CUDA toolkit that works", problems), **result)
+        other = "".join(f"\n{item.text()}" for item in out.findings if item.code == "toolkit_other")
+        msg = numbered(f"{os.uname().nodename}: no CUDA toolkit that works", problems)
+        module.fail_json(msg=f"{msg}{other}", **result)
     for item in problems:
         module.warn(item.text())
     module.exit_json(**result)

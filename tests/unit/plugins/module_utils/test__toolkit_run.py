@@ -76,7 +76,7 @@ def test_check_mode_shows_every_link_and_writes_nothing(desk):
 
 def test_another_toolkit_behind_the_same_names_is_another_folder(desk):
     first = desk.run().cuda_home
-    write(desk.site.root / "bin/cudafe++", "of another build")
+    desk.site.renew("bin/cudafe++", "of another build")
     out = desk.run()
     assert out.cuda_home != first
     assert "bin/cudafe++" in out.diff[0]["before"]
@@ -92,7 +92,7 @@ def test_a_folder_that_a_unit_still_names_stays(desk):
     }  # fmt: skip
     (desk.top / "etc/0.json").write_text(json.dumps(instance))
     assert desk.run().drift == []
-    write(desk.site.root / "bin/cudafe++", "of another build")
+    desk.site.renew("bin/cudafe++", "of another build")
     out = desk.run()
     assert out.pruned == []
     assert [item.to_dict() for item in out.drift] == [{"unit": "sglang@0.service", "cuda_home": first}]
@@ -113,7 +113,7 @@ def test_a_damaged_tree_is_made_again(desk, name):
 
 def test_a_failed_probe_keeps_what_the_servers_have(desk):
     home = desk.run().cuda_home
-    write(desk.site.root / "bin/cudafe++", "of another build")
+    desk.site.renew("bin/cudafe++", "of another build")
     desk.runner.probe, desk.runner.said = 1, "sh: 1: cudafe++: not found"
     out = desk.run()
     assert (out.proven, out.cuda_home) == (False, home)
@@ -386,7 +386,7 @@ def test_leftovers_of_killed_runs_are_swept(desk):
 def test_a_failure_while_writing_leaves_the_old_tree(desk, monkeypatch):
     home = desk.run().cuda_home
     before = snapshot(home)
-    write(desk.site.root / "bin/cudafe++", "of another build")
+    desk.site.renew("bin/cudafe++", "of another build")
 
     def full(target, name):
         raise OSError(28, "No space left on device")
