@@ -315,6 +315,12 @@ def lines_of(out: Outcome) -> list[str]:
     return [*lines, f"CUDA_HOME {out.cuda_home}"]
 
 
+def refusal(out: Outcome, problems: list[Finding]) -> str:
+    """Say why there is none, and which other toolkit would do."""
+    other = "".join(f"\n{item.text()}" for item in out.findings if item.code == "toolkit_other")
+    return numbered(f"{os.uname().nodename}: no CUDA toolkit that works", problems) + other
+
+
 def main() -> None:
     """Run the module."""
     module = AnsibleModule(
@@ -334,9 +340,7 @@ def main() -> None:
         problems = [Finding("not_proven", "no CUDA_HOME could be proven", "See the findings")]
     not_yet = module.check_mode and [item.code for item in problems] == ["venv_missing"]
     if problems and module.params["required"] and not not_yet:
-        other = "".join(f"\n{item.text()}" for item in out.findings if item.code == "toolkit_other")
-        msg = numbered(f"{os.uname().nodename}: no CUDA toolkit that works", problems)
-        module.fail_json(msg=f"{msg}{other}", **result)
+        module.fail_json(msg=refusal(out, problems), **result)
     for item in problems:
         module.warn(item.text())
     module.exit_json(**result)
