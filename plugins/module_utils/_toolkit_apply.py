@@ -100,7 +100,11 @@ def _sweep(folder: str) -> None:
         for path in Path(place).glob("*-*.*"):
             if _LEFT.fullmatch(path.name):
                 remove_tree(str(path))
-    for path in [*Path(folder).glob("..users.*"), *Path(folder, "in-place").glob(".*.json.*")]:
+    for path in [
+        *Path(folder).glob("..users.*"),
+        *Path(folder).glob("..seals.json.*"),
+        *Path(folder, "in-place").glob(".*.json.*"),
+    ]:
         remove_tree(str(path))
 
 

@@ -33,7 +33,8 @@ def foreign(status: os.stat_result) -> bool:
 
 def check_folder(folder: str, uid: int) -> str:
     """Return why the folder of trees is not safe to write to, "" when it is (or is not there yet)."""
-    if not folder.strip("/"):
+    folder = folder.rstrip("/")  # with it a link is looked through
+    if not folder:
         return "/ cannot be the folder of the trees: name one of its own, as /opt/sglang/cuda"
     if not folder.startswith("/") or ":" in folder or any(char.isspace() for char in folder):
         return f"{folder}: the folder must be absolute, without colons and blanks"

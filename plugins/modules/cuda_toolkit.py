@@ -80,6 +80,8 @@ options:
     description:
       - What to do when nvcc, its headers, nvvm and the runtime are of different versions, or some are missing.
       - V(install) installs one set, of the version torch runs on, into O(folder); the environment stays as it is.
+        A set that lost a file, or holds another one than its wheels brought, is installed again.
+      - Damaged files of the environment's own wheels are parts that are missing; each is named with its wheel.
       - V(fail) says which command would repair the environment. It fails also where another toolkit of the host would
         do, and names that one; O(cuda_home) takes it. An environment that has no nvcc is no such case, and the host's
         is used.

@@ -46,8 +46,7 @@ def test_skew_is_seen_named_and_repaired_beside_the_environment(toolkit_lab):
     assert done.result.get("proven"), done.result
     assert done.result["versions"]["nvcc"].startswith("13.0.")
     assert env.record()["private"].startswith(str(env.cuda))
-    page, tvm = env.flashinfer(home), env.tvm_ffi(home)
-    assert page.ok, page.output
+    tvm = env.tvm_ffi(home)  # FlashInfer too: in the matrix, with the sets of a plain pip install
     assert tvm.ok, tvm.output
     again = env.module(skew="install")
     assert not again.result["changed"]

@@ -335,7 +335,7 @@ def test_removal_leaves_what_another_configuration_uses(desk):
 @pytest.mark.parametrize(
     ("prepare", "word"),
     [
-        (lambda path: path.symlink_to("/tmp"), "link"),
+        (lambda path: path.symlink_to("/tmp"), "is a link"),
         (lambda path: path.write_text(""), "no folder"),
         (lambda path: (path.mkdir(), path.chmod(0o777)), "written to by others"),
         (lambda path: (path.mkdir(), os.chown(path, 65534, 65534)), "belongs to user 65534"),
@@ -345,8 +345,9 @@ def test_an_unsafe_folder_is_refused(desk, prepare, word):
     if word.startswith("belongs") and os.geteuid():
         pytest.skip("only root can give a folder away")
     prepare(desk.top / "cuda")
-    found = [item for item in desk.run().problems if item.code == "folder_unsafe"]
-    assert word in found[0].message
+    for folder in (f"{desk.top}/cuda", f"{desk.top}/cuda/"):
+        found = [item for item in desk.run(folder=folder).problems if item.code == "folder_unsafe"]
+        assert word in found[0].message
 
 
 @pytest.mark.parametrize("name", ["config.old", "wheels/torch-set/x", "a/b"])
@@ -375,12 +376,15 @@ def test_leftovers_of_killed_runs_are_swept(desk):
     write(desk.top / "cuda/13.0.88-0123456789ab.new/bin/nvcc")
     write(desk.top / "cuda/13.0.88-0123456789ab.old/bin/nvcc")
     write(desk.top / "cuda/wheels/13.0-01234567.new/x")
+    write(desk.top / "cuda/..seals.json.abc")
+    write(desk.top / "cuda/..users.abc")
     desk.top.joinpath("cuda").chmod(0o755)
     write(desk.top / "cuda/backup-2026.old/x")  # somebody else's
     desk.run()
     left = [path.name for path in (desk.top / "cuda").glob("*.*") if path.suffix in (".new", ".old")]
     assert left == ["backup-2026.old"]
     assert not (desk.top / "cuda/wheels/13.0-01234567.new").exists()
+    assert list((desk.top / "cuda").glob("..*.abc")) == []
 
 
 def test_a_failure_while_writing_leaves_the_old_tree(desk, monkeypatch):
