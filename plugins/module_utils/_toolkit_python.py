@@ -166,7 +166,10 @@ def owned_files(infos: Mapping[str, str], tree: str) -> dict[str, Owned]:
             if line.startswith(prefix):
                 path, _comma, rest = line.rpartition(",")[0].rpartition(",")
                 size = line.rpartition(",")[2]
-                found[path[len(prefix) :]] = Owned(name, rest, int(size) if size.isascii() and size.isdigit() else None)
+                item = Owned(name, rest, int(size) if size.isascii() and size.isdigit() else None)
+                path = path[len(prefix) :]
+                twice = path in found and found[path].sha != rest  # of two wheels: either's content is right
+                found[path] = Owned(name, "", None) if twice else item
     return found
 
 

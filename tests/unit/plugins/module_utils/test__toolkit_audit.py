@@ -101,6 +101,20 @@ def test_a_patched_file_is_another_toolkit_with_a_proof_of_its_own(desk):
     assert "wheel_changed" not in codes(out, repaired=True)
 
 
+def test_a_file_that_two_wheels_bring_is_either_ones(desk):
+    shared = "nvidia/cu13/include/cuda.h"
+    record = Path(desk.site.infos["nvidia-cuda-crt"], "RECORD")
+    record.write_text(f"{record.read_text()}{shared},sha256=another,7\n")
+    assert not codes(desk.run()) & {"wheel_damaged", "wheel_changed"}
+
+
+@pytest.mark.parametrize("size", ["", "x", "\u00b2", "\uff13"])
+def test_a_record_with_a_size_that_is_no_number(desk, size):
+    record = Path(desk.site.infos["nvidia-cuda-crt"], "RECORD")
+    record.write_text(f"{record.read_text().strip().rpartition(',')[0]},{size}\n")
+    assert desk.run().proven
+
+
 def test_files_are_read_only_when_their_stat_changes(desk, monkeypatch):
     from ansible_collections.gpufleet.sglang.plugins.module_utils import _toolkit_audit as audit
 
