@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import hashlib
 import json
 import os
@@ -15,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ansible_collections.gpufleet.sglang.plugins.module_utils._files import FileSpec, write_files
+from ansible_collections.gpufleet.sglang.plugins.module_utils._files import FileError, FileSpec, write_files
 from ansible_collections.gpufleet.sglang.plugins.module_utils._finding import WARNING, Finding
 from ansible_collections.gpufleet.sglang.plugins.module_utils._toolkit_folder import foreign
 from ansible_collections.gpufleet.sglang.plugins.module_utils._toolkit_python import COMPONENTS, Owned, owned_files
@@ -48,10 +49,11 @@ class Seals:
         self.now[tree] = {"stamp": stamp, "differ": dict(differ)}
 
     def save(self) -> None:
-        """Write it down; the folder's lock is held."""
+        """Write it down (the folder's lock is held); where that fails, the next run reads every file again."""
         data = {tree: seal for tree, seal in {**self.before, **self.now}.items() if os.path.isdir(tree)}
         if data != self.before:
-            write_files([FileSpec(self.path, json.dumps(data, indent=2, sort_keys=True) + "\n", 0o600)])
+            with contextlib.suppress(FileError, OSError):
+                write_files([FileSpec(self.path, json.dumps(data, indent=2, sort_keys=True) + "\n", 0o600)])
 
 
 @dataclass(frozen=True)
