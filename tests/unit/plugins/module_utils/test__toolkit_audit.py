@@ -12,6 +12,7 @@ import pytest
 from ansible_collections.gpufleet.sglang.plugins.module_utils import _toolkit_finish as finish
 from ansible_collections.gpufleet.sglang.plugins.module_utils import _toolkit_run as tool
 from ansible_collections.gpufleet.sglang.plugins.module_utils import _toolkit_wheels as wheels
+from ansible_collections.gpufleet.sglang.plugins.module_utils._toolkit_apply import remove_tree
 from ansible_collections.gpufleet.sglang.plugins.module_utils._toolkit_folder import check_folder, one_spelling
 from ansible_collections.gpufleet.sglang.plugins.module_utils._toolkit_state import references
 from ansible_collections.gpufleet.sglang.plugins.modules.cuda_toolkit import refusal
@@ -153,7 +154,7 @@ def skewed(tmp_path, monkeypatch):
     def install(_runner, private, _python, _origin):
         desk.installed.append(private.requirement)
         made = Site(tmp_path / "made")
-        shutil.rmtree(private.folder, ignore_errors=True)
+        remove_tree(private.folder)
         os.makedirs(os.path.dirname(private.folder), exist_ok=True)
         made.folder.rename(private.folder)
         packages = sorted(path.name[: -len(".dist-info")] for path in Path(private.folder).glob("*.dist-info"))
@@ -163,6 +164,11 @@ def skewed(tmp_path, monkeypatch):
     desk.first = desk.run()
     desk.set = Path(desk.record()["private"])
     return desk
+
+
+def move_behind_a_link(path, away):
+    shutil.move(path, away)
+    path.symlink_to(away)
 
 
 DAMAGES = [
@@ -200,6 +206,9 @@ def test_a_damaged_private_set_is_seen_and_installed_again(skewed, name, how):
         lambda folder: shutil.rmtree(folder / "nvidia"),
         lambda folder: shutil.rmtree(folder / "nvidia/cu13/include"),
         lambda folder: folder.chmod(0o777),
+        lambda folder: move_behind_a_link(folder, folder.parents[2] / "mine"),
+        lambda folder: move_behind_a_link(folder / "nvidia", folder.parents[2] / "mine"),
+        lambda folder: move_behind_a_link(folder / "nvidia/cu13", folder.parents[2] / "mine"),
     ],
 )
 def test_a_private_set_that_is_half_gone_is_installed_again(skewed, spoil):
