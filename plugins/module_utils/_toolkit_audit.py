@@ -10,7 +10,6 @@ import contextlib
 import hashlib
 import json
 import os
-import stat
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -155,10 +154,9 @@ def flaw(infos: Mapping[str, str], tree: str, seals: Seals) -> str:
         return f"{tree}/{seen.damages[0].path} {seen.damages[0].what}"
     for base, folders, files in os.walk(tree):
         for path in [base, *(f"{base}/{name}" for name in files)]:
-            status = os.lstat(path)
-            if foreign(status):
-                return f"{path} belongs to user {status.st_uid}, or others can write to it"
-            if stat.S_IMODE(status.st_mode) & 0o044 != 0o044:
+            if foreign(path):
+                return foreign(path)
+            if os.lstat(path).st_mode & 0o044 != 0o044:
                 return f"{path} cannot be read by the servers' user"
         links = [name for name in folders if os.path.islink(f"{base}/{name}")]
         strange = [n for n in [*files, *links] if os.path.relpath(f"{base}/{n}", tree) not in seen.owned]

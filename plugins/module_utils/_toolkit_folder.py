@@ -25,10 +25,14 @@ def one_spelling(path: str) -> str:
     return os.path.join(os.path.realpath(head), tail)
 
 
-def foreign(status: os.stat_result) -> bool:
-    """Tell what others own or can write to."""
-    others = not stat.S_ISLNK(status.st_mode) and _writable_by_others(status)
-    return status.st_uid not in (os.geteuid(), 0) or others
+def foreign(path: str) -> str:
+    """Say how others own something or can write to it, "" when they cannot."""
+    status = os.lstat(path)
+    if status.st_uid not in (os.geteuid(), 0):
+        return f"{path} belongs to user {status.st_uid}"
+    if not stat.S_ISLNK(status.st_mode) and _writable_by_others(status):
+        return f"{path} can be written to by others (mode {stat.S_IMODE(status.st_mode):04o})"
+    return ""
 
 
 def check_folder(folder: str, uid: int) -> str:
@@ -59,8 +63,8 @@ def check_folder(folder: str, uid: int) -> str:
         path = f"{folder}/{name}"
         if os.path.islink(path):
             return f"{path} is a link: nothing is written through it. Remove it"
-        if os.path.lexists(path) and foreign(os.lstat(path)):
-            return f"{path} belongs to another user, or others can write to it: chown it to root, and chmod go-w"
+        if os.path.lexists(path) and foreign(path):
+            return f"{foreign(path)}: chown it to the user that runs this, and chmod go-w"
     try:
         if not os.path.isfile(f"{folder}/{MARK}") and set(os.listdir(folder)) - {LOCK}:
             return f"{folder} holds files that are not ours. Name an empty folder, or one that does not exist"

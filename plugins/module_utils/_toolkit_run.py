@@ -79,7 +79,7 @@ def run(settings: Settings, runner: Runner, environ: Mapping[str, str], *, check
             out.findings.append(Finding("not_accessible", text, "Correct the cause, and run this again"))
             out.proven = False
         if not out.proven and settings.repair != NONE:
-            _set_aside(settings, out)
+            _set_aside(out)
         return finish(settings, out, before, check)
 
 
@@ -103,6 +103,8 @@ def _work(
         choice = Choice()
     private = wheels.private_set(settings.folder, ALL, python.wanted, seals) if choice.private else None
     out.findings += [*choice.findings, *_host_findings(settings, runner, python, choice, private)]
+    mended = {item.code for item in choice.findings} if choice.private else COMPOSABLE
+    out.mendable = mended | (set() if in_place else CCCL_FAULTS)
     if in_place and os.path.exists(f"{python.prefix}/{RELEASE}"):
         text = f"{python.prefix} is a release, whose files are verified: nothing is added to it"
         out.findings.append(Finding("in_place_release", text, "Use repair compose, or a venv of your own"))
@@ -121,11 +123,12 @@ def _work(
         _repair(build, archs, before, out, check)
 
 
-def _set_aside(settings: Settings, out: Outcome) -> None:
-    """Composing would mend these: beside what keeps it from being done they are nobody's work."""
-    easy = COMPOSABLE | (set() if settings.repair == IN_PLACE else CCCL_FAULTS)
-    if {item.code for item in out.problems} - easy:
-        out.findings = [replace(i, severity=WARNING) if i.code in easy else i for i in out.findings]
+def _set_aside(out: Outcome) -> None:
+    """What would be mended is nobody's work beside what keeps it from being done; without wheels it may be."""
+    if {item.code for item in out.problems} & {"wheels_unreachable", "wheels_broken"}:
+        out.mendable = out.mendable & (COMPOSABLE | CCCL_FAULTS)
+    if {item.code for item in out.problems} - out.mendable:
+        out.findings = [replace(i, severity=WARNING) if i.code in out.mendable else i for i in out.findings]
 
 
 def _host_findings(

@@ -88,7 +88,7 @@ def _flaw(private: Private, seals: Seals) -> str:
     above = [private.folder, f"{private.folder}/{RECORD}", f"{private.folder}/nvidia", private.tree]
     try:
         found = next((f"{path} is a link" for path in above if os.path.islink(path)), "")
-        found = found or next((f"{path} belongs to others" for path in above if foreign(os.lstat(path))), "")
+        found = found or next((said for path in above for said in [foreign(path)] if said), "")
         with open(f"{private.folder}/{RECORD}", encoding="utf-8") as file:
             packages = json.load(file).get("packages", [])
         lost = [name for name in packages if not os.path.isfile(f"{private.folder}/{name}.dist-info/RECORD")]

@@ -274,7 +274,7 @@ def test_what_others_own_or_link_in_the_folder_is_refused(desk, name):
     if not path.exists():
         path.mkdir()
     os.chown(path, NOBODY, NOBODY)
-    assert f"{path} belongs to another user" in str(desk.run().problems)
+    assert f"{path} belongs to user {NOBODY}: chown it" in str(desk.run().problems)
     os.chown(path, 0, 0)
     path.rename(desk.top / "away")
     path.symlink_to(desk.top / "away")
@@ -382,6 +382,12 @@ def test_a_fault_of_the_folder_is_the_only_one_told(desk, name):
     (desk.top / "cuda" / name).unlink()
     (desk.top / "cuda" / name).symlink_to("/etc/hostname")
     assert [item.code for item in desk.run().problems] == ["folder_unsafe"]
+
+
+def test_a_fault_of_the_folder_is_told_without_what_a_private_set_mends(skewed):
+    out = skewed.run(folder="/")
+    assert [item.code for item in out.problems] == ["folder_unsafe"]
+    assert "skew_runtime" in codes(out)
 
 
 def test_a_full_disk_is_told_with_the_space_for_a_set_and_the_folder_to_set(skewed, monkeypatch):
