@@ -9,7 +9,6 @@ import contextlib
 import ctypes
 import fcntl
 import filecmp
-import hashlib
 import json
 import os
 import re
@@ -20,6 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ansible_collections.gpufleet.sglang.plugins.module_utils._files import digest
 from ansible_collections.gpufleet.sglang.plugins.module_utils._toolkit_compose import Entry
 from ansible_collections.gpufleet.sglang.plugins.module_utils._toolkit_folder import (
     FILES,
@@ -149,15 +149,6 @@ def _whole(name: str, entry: Entry, made: str | None) -> bool:
     if entry.kind == "copy":
         return filecmp.cmp(name, entry.target, shallow=False)
     return entry.kind != "text" or Path(name).read_text(encoding="utf-8") == entry.target
-
-
-def digest(path: str) -> str:
-    """Return the hash of a file's content."""
-    found = hashlib.sha256()
-    with open(path, "rb") as file:
-        for block in iter(lambda: file.read(1 << 20), b""):
-            found.update(block)
-    return found.hexdigest()
 
 
 def write_tree(path: str, entries: Sequence[Entry], record: Mapping[str, Any], stub: Callable[[str, str], int]) -> None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ansible_collections.gpufleet.sglang.plugins.module_utils._files import FileError, FileSpec, write_files
+from ansible_collections.gpufleet.sglang.plugins.module_utils._files import FileError, FileSpec, digest, write_files
 from ansible_collections.gpufleet.sglang.plugins.module_utils._finding import WARNING, Finding
 from ansible_collections.gpufleet.sglang.plugins.module_utils._toolkit_folder import foreign
 from ansible_collections.gpufleet.sglang.plugins.module_utils._toolkit_python import COMPONENTS, Owned, owned_files
@@ -106,14 +106,11 @@ def _differs(path: str, owned: Owned) -> str:
     """Return the hash of a compiler's file when it is not the wheel's."""
     if owned.dist not in COMPILER or not owned.sha.startswith("sha256="):
         return ""
-    digest = hashlib.sha256()
     try:
-        with open(path, "rb") as file:
-            for block in iter(lambda: file.read(1 << 20), b""):
-                digest.update(block)
+        content = bytes.fromhex(digest(path))
     except OSError:
         return UNREADABLE
-    real = f"sha256={base64.urlsafe_b64encode(digest.digest()).rstrip(b'=').decode()}"
+    real = f"sha256={base64.urlsafe_b64encode(content).rstrip(b'=').decode()}"
     return "" if real == owned.sha else real
 
 
