@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import stat
 import tempfile
@@ -55,6 +56,15 @@ def read_text(path: str) -> str | None:
         return Path(path).read_text(encoding="utf-8", errors="replace")
     except (FileNotFoundError, NotADirectoryError):
         return None
+
+
+def digest(path: str) -> str:
+    """Return the hash of a file's content."""
+    found = hashlib.sha256()
+    with open(path, "rb") as file:
+        for block in iter(lambda: file.read(1 << 20), b""):
+            found.update(block)
+    return found.hexdigest()
 
 
 def file_changes(specs: Iterable[FileSpec]) -> list[FileChange]:

@@ -9,18 +9,25 @@ import contextlib
 import ctypes
 import fcntl
 import filecmp
-import hashlib
 import json
 import os
 import re
 import shutil
+import stat
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ansible_collections.gpufleet.sglang.plugins.module_utils._files import digest
 from ansible_collections.gpufleet.sglang.plugins.module_utils._toolkit_compose import Entry
-from ansible_collections.gpufleet.sglang.plugins.module_utils._toolkit_folder import LOCK, MARK, check_folder
+from ansible_collections.gpufleet.sglang.plugins.module_utils._toolkit_folder import (
+    FILES,
+    FOLDERS,
+    LOCK,
+    MARK,
+    check_folder,
+)
 from ansible_collections.gpufleet.sglang.plugins.module_utils._toolkit_layout import RECORD
 
 WHEELS = "gpufleet-wheels.json"  # in a private set of wheels
@@ -71,6 +78,7 @@ def locked(folder: str, clock: Callable[[], float] = time.monotonic) -> Iterator
             if not mark.exists():
                 above = "".join(f"{MADE}{path}\n" for path in made[1:])
                 mark.write_text(f"{NOTE}{above}", encoding="utf-8")
+                mark.chmod(0o644)
             _sweep(folder)
         except OSError as exc:
             raise ApplyError(f"{exc.filename or folder}: {exc.strerror}: correct that, or give another folder") from exc
@@ -92,7 +100,11 @@ def _sweep(folder: str) -> None:
         for path in Path(place).glob("*-*.*"):
             if _LEFT.fullmatch(path.name):
                 remove_tree(str(path))
-    for path in [*Path(folder).glob("..users.*"), *Path(folder, "in-place").glob(".*.json.*")]:
+    for path in [
+        *Path(folder).glob("..users.*"),
+        *Path(folder).glob("..seals.json.*"),
+        *Path(folder, "in-place").glob(".*.json.*"),
+    ]:
         remove_tree(str(path))
 
 
@@ -103,16 +115,30 @@ def intact(path: str, entries: Sequence[Entry]) -> bool:
     made = read_record(path).get("made")
     if not isinstance(made, dict):
         return False
+    names = {RECORD, *(entry.path for entry in entries)}
+    names |= {str(above) for name in names for above in Path(name).parents}  # "." is the tree itself
     try:
-        names = {
-            f"{base}/{name}"
+        found = {
+            os.path.relpath(f"{base}/{name}", path)
             for base, folders, files in os.walk(path)
-            for name in [*files, *(item for item in folders if os.path.islink(f"{base}/{item}"))]
+            for name in [*folders, *files]
         }
-        whole = all(_whole(f"{path}/{entry.path}", entry, made.get(entry.path)) for entry in entries)
+        return (
+            found | {"."} == names
+            and all(_as_made(f"{path}/{name}") for name in names)
+            and all(_whole(f"{path}/{entry.path}", entry, made.get(entry.path)) for entry in entries)
+        )
     except OSError:
         return False
-    return whole and names == {f"{path}/{name}" for name in (RECORD, *(entry.path for entry in entries))}
+
+
+def _as_made(name: str) -> bool:
+    """Tell whether owner and mode are as we leave them: nobody else can swap it, and the servers' user can read it."""
+    status = os.lstat(name)
+    wanted = 0o644 if os.path.basename(name) == RECORD else 0o755
+    return status.st_uid in (os.geteuid(), 0) and (
+        stat.S_ISLNK(status.st_mode) or stat.S_IMODE(status.st_mode) == wanted
+    )
 
 
 def _whole(name: str, entry: Entry, made: str | None) -> bool:
@@ -123,15 +149,6 @@ def _whole(name: str, entry: Entry, made: str | None) -> bool:
     if entry.kind == "copy":
         return filecmp.cmp(name, entry.target, shallow=False)
     return entry.kind != "text" or Path(name).read_text(encoding="utf-8") == entry.target
-
-
-def digest(path: str) -> str:
-    """Return the hash of a file's content."""
-    found = hashlib.sha256()
-    with open(path, "rb") as file:
-        for block in iter(lambda: file.read(1 << 20), b""):
-            found.update(block)
-    return found.hexdigest()
 
 
 def write_tree(path: str, entries: Sequence[Entry], record: Mapping[str, Any], stub: Callable[[str, str], int]) -> None:
@@ -161,7 +178,7 @@ def write_tree(path: str, entries: Sequence[Entry], record: Mapping[str, Any], s
             file.write("\n")
         os.chmod(f"{new}/{RECORD}", 0o644)
         sync(new)
-        _swap(new, path)
+        swap(new, path)
     except OSError as exc:
         remove_tree(new)
         raise ApplyError(f"{exc.filename or path}: {exc.strerror}; nothing was changed") from exc
@@ -179,7 +196,7 @@ def _parents(top: str, path: str) -> None:
             os.chmod(folder, 0o755)
 
 
-def _swap(new: str, path: str) -> None:
+def swap(new: str, path: str) -> None:
     """Put new in the place of path in one step, whether or not something is there."""
     parent = os.path.dirname(path)
     if not os.path.lexists(path):
@@ -253,14 +270,14 @@ def private_sets(folder: str) -> list[str]:
 
 
 def linked_from(folder: str, names: Sequence[str]) -> set[str]:
-    """Return which of the folders the remaining trees link to."""
+    """Return which of the private sets the remaining trees link to, by their own names: a folder has many spellings."""
     found: set[str] = set()
     for tree in trees(folder):
         for base, folders, files in os.walk(tree):
             for name in [*folders, *files]:
                 path = f"{base}/{name}"
                 target = os.readlink(path) if os.path.islink(path) else ""
-                found.update(item for item in names if target.startswith(f"{item}/"))
+                found.update(item for item in names if f"/{os.path.basename(item)}/" in target)
     return found
 
 
@@ -281,12 +298,12 @@ def remove_all(folder: str) -> list[str]:
     gone = [*trees(folder), *private_sets(folder)]
     for path in gone:
         discard(path)
-    for path in (f"{folder}/wheels", f"{folder}/in-place"):  # what others put there stays
+    for path in (f"{folder}/{name}" for name in FOLDERS):  # what others put there stays
         with contextlib.suppress(OSError):
             os.rmdir(path)
     lines = Path(folder, MARK).read_text(encoding="utf-8", errors="replace").splitlines()
     above = [line[len(MADE) :] for line in lines if line.startswith(MADE)]
-    for name in (".users", MARK, LOCK):
+    for name in FILES:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(f"{folder}/{name}")
     with contextlib.suppress(OSError):  # as far as they are empty

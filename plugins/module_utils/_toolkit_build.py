@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,6 +17,7 @@ from ansible_collections.gpufleet.sglang.plugins.module_utils import _toolkit_in
 from ansible_collections.gpufleet.sglang.plugins.module_utils import _toolkit_wheels as wheels
 from ansible_collections.gpufleet.sglang.plugins.module_utils._finding import WARNING, Finding
 from ansible_collections.gpufleet.sglang.plugins.module_utils._runner import Runner
+from ansible_collections.gpufleet.sglang.plugins.module_utils._toolkit_audit import Seals
 from ansible_collections.gpufleet.sglang.plugins.module_utils._toolkit_host import Needs, unit_environment
 from ansible_collections.gpufleet.sglang.plugins.module_utils._toolkit_layout import RECORD, layout_of, multiarch
 from ansible_collections.gpufleet.sglang.plugins.module_utils._toolkit_look import Toolkit, find_versions
@@ -65,10 +66,20 @@ class Build:
     versions: dict[str, str] = field(default_factory=dict)
     entries: list[comp.Entry] = field(default_factory=list)
     notes: list[Finding] = field(default_factory=list)
+    seals: Seals = field(default_factory=Seals)
+
+    def private_set(self, parts: Sequence[str], specifier: str) -> wheels.Private:
+        """Look for a private set of wheels."""
+        return wheels.private_set(self.settings.folder, parts, specifier, self.seals)
 
     def missing_sets(self) -> list[wheels.Private]:
         """Return the private sets that are to be installed first."""
         return [item for item in (self.private, self.cccl_wheel) if item and not item.complete]
+
+    def mended(self) -> set[str]:
+        """Return the codes of what the tree has right that the toolkit has wrong."""
+        stays = {"cccl_mixed", "cccl_damaged"} if self.settings.repair == IN_PLACE else set()
+        return {item.code for item in self.toolkit.findings} - stays - {"wheel_changed"}
 
     def sources(self) -> list[comp.Source]:
         """Return where the tree's files come from, first ones first."""
@@ -90,10 +101,10 @@ class Build:
     def plan_cccl(self, before: Mapping[str, Any]) -> None:
         """Choose the one CCCL: the toolkit's own, else a private wheel of its version, else the engine's."""
         wish = self.settings.cccl
-        mixed = "cccl_mixed" in self.toolkit.codes() and not self.private
+        spoilt = self.toolkit.codes() & {"cccl_mixed", "cccl_damaged"} and not self.private
         sources = self.sources() if not self.private or self.private.complete else []
-        own = None if mixed else comp.own_cccl(sources[:1])
-        wheel = wheels.private_set(self.settings.folder, ("cccl",), self._cccl_version())
+        own = None if spoilt else comp.own_cccl(sources[:1])
+        wheel = self.private_set(("cccl",), self._cccl_version())
         engine = comp.engine_cccl(self.python.cccl)
         kept = before.get("cccl", {}) if isinstance(before.get("cccl"), dict) else {}
         if wish in ("auto", "toolkit") and own:

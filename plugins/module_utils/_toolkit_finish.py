@@ -26,8 +26,10 @@ from ansible_collections.gpufleet.sglang.plugins.module_utils._files import (
 )
 from ansible_collections.gpufleet.sglang.plugins.module_utils._finding import WARNING, Finding
 from ansible_collections.gpufleet.sglang.plugins.module_utils._toolkit_build import NONE, Settings
-from ansible_collections.gpufleet.sglang.plugins.module_utils._toolkit_folder import MARK
+from ansible_collections.gpufleet.sglang.plugins.module_utils._toolkit_folder import MARK, one_spelling
 from ansible_collections.gpufleet.sglang.plugins.module_utils._toolkit_outcome import Outcome
+
+PASSING = {"ninja_pinned", "wheels_damaged"}  # mended for good: the next run has nothing to say of them
 
 
 def finish(settings: Settings, out: Outcome, before: Mapping[str, Any], check: bool) -> Outcome:
@@ -43,7 +45,7 @@ def finish(settings: Settings, out: Outcome, before: Mapping[str, Any], check: b
         out.findings += host.ninja_finding(cleared, check)
         out.repaired |= set() if check else {"ninja_pinned"}
         out.changed = True
-    _write(settings, out, known, cleared, check)
+    _write(settings, out, known, cleared, before, check)
     if out.cuda_home:
         out.drift = state.drift(settings.config_dir, out.cuda_home)
     if out.proven and not check and settings.repair != NONE:  # the folder's lock is held
@@ -56,16 +58,23 @@ def finish(settings: Settings, out: Outcome, before: Mapping[str, Any], check: b
     return out
 
 
-def _write(settings: Settings, out: Outcome, known: Mapping[str, str], cleared: Sequence[str], check: bool) -> None:
+def _write(
+    settings: Settings, out: Outcome, known: Mapping[str, str], cleared: Sequence[str], before: Mapping[str, Any],
+    check: bool,
+) -> None:  # fmt: skip
+    gone = bool(before.get("cuda_home")) and any(item.code == "venv_missing" for item in out.findings)
     if not out.details:
         out.details = {"how": settings.repair, "arch_list": list(settings.archs), "python": settings.python}
+    findings = [_lasting(item) for item in out.listed() if item["code"] not in PASSING]
     record = state.record(
         cuda_home=out.cuda_home,
         versions=out.versions,
-        findings=[_lasting(item) for item in out.listed() if item["code"] != "ninja_pinned"],
+        findings=findings,
         repairs=out.repairs,
         details={**out.details, "folder": settings.folder, "proven": out.proven, "proofs": dict(known)},
     )
+    if gone:  # a mistyped venv takes nothing from the servers of the one that is there
+        record = state.dump({**before, "failed": {"python": settings.python, "findings": findings}})
     spec = FileSpec(f"{settings.config_dir}/{state.NAME}", record)
     try:
         changes = file_changes([spec])
@@ -126,13 +135,16 @@ def remove(folder: str, config_dir: str, *, check: bool = False) -> Outcome:
     Raises ApplyError, with the remedy, when a server still has one of the trees as its CUDA_HOME.
     """
     out = Outcome()
+    folder, config_dir = one_spelling(folder), os.path.realpath(config_dir)
+    path = f"{config_dir}/{state.NAME}"
     ours = os.path.isfile(f"{folder}/{MARK}") and not os.path.islink(folder)
     names = [*apply.trees(folder), *apply.private_sets(folder), *inplace.records(folder)] if ours else []
     recorded = state.load(config_dir)
     # also that of a later run which failed on another folder and kept this home
-    inside = str(recorded.get("cuda_home")).startswith(f"{folder}/") if recorded else False
-    if recorded and (inside or recorded.get("folder", folder) == folder):
-        names.append(f"{config_dir}/{state.NAME}")
+    inside = _within(str(recorded.get("cuda_home")), folder)
+    garbage = not recorded and os.path.lexists(path) and not os.path.isdir(path)
+    if garbage or (recorded and (inside or one_spelling(str(recorded.get("folder", folder))) == folder)):
+        names.append(path)
     if not ours and not names:
         return out
     out.changed = True
@@ -144,7 +156,7 @@ def remove(folder: str, config_dir: str, *, check: bool = False) -> Outcome:
         _in_use(folder, config_dir)
         with apply.locked(folder):
             out.pruned = _take_back(folder, config_dir)
-    if names and names[-1] == f"{config_dir}/{state.NAME}":  # last: a run that is killed is taken up again
+    if names and names[-1] == path:  # last: a run that is killed is taken up again
         with contextlib.suppress(FileNotFoundError):
             os.unlink(names[-1])
         _sweep(config_dir, 0.0)
@@ -153,11 +165,15 @@ def remove(folder: str, config_dir: str, *, check: bool = False) -> Outcome:
     return out
 
 
+def _within(path: str, folder: str) -> bool:
+    return os.path.realpath(path).startswith(f"{os.path.realpath(folder)}/")
+
+
 def _take_back(folder: str, config_dir: str) -> list[str]:
     others = [item for item in state.users(folder) if item != config_dir and os.path.exists(f"{item}/{state.NAME}")]
-    needed = {state.load(item).get("cuda_home") for item in others}
+    needed = {os.path.realpath(str(state.load(item).get("cuda_home"))) for item in others}
     for path in inplace.records(folder):
-        if inplace.root_of(path) not in needed:
+        if os.path.realpath(inplace.root_of(path)) not in needed:
             inplace.undo(path)
     if not others:
         return apply.remove_all(folder)
@@ -167,11 +183,11 @@ def _take_back(folder: str, config_dir: str) -> list[str]:
 
 def _in_use(folder: str, config_dir: str) -> None:
     """Refuse to take away what a server compiles with."""
-    roots = {inplace.root_of(path) for path in inplace.records(folder)}
+    roots = {os.path.realpath(inplace.root_of(path)) for path in inplace.records(folder)}
     users = [
         f"{item.unit} ({item.cuda_home})"
         for item in state.drift(config_dir, "")
-        if item.cuda_home.startswith(f"{folder}/") or item.cuda_home in roots
+        if _within(item.cuda_home, folder) or os.path.realpath(item.cuda_home) in roots
     ]
     if users:
         raise apply.ApplyError(

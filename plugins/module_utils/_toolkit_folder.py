@@ -13,11 +13,33 @@ from pathlib import Path
 
 MARK = ".gpufleet-cuda"  # in a folder that is ours
 LOCK = ".lock"
+FOLDERS, FILES = ("wheels", "in-place"), (".users", ".seals.json", MARK, LOCK)  # beside the trees
 ELSEWHERE = "Use a folder below one that only root (or the user that runs this) can write to"
+
+
+def one_spelling(path: str) -> str:
+    """Return a path with all above it as it really lies: links and `..` above give a folder no second name."""
+    head, tail = os.path.split(path.rstrip("/"))
+    if not path.startswith("/") or tail in ("", ".", ".."):
+        return os.path.realpath(path) if path.startswith("/") else path  # a relative one is refused
+    return os.path.join(os.path.realpath(head), tail)
+
+
+def foreign(path: str) -> str:
+    """Say how others own something or can write to it, "" when they cannot."""
+    status = os.lstat(path)
+    if status.st_uid not in (os.geteuid(), 0):
+        return f"{path} belongs to user {status.st_uid}"
+    if not stat.S_ISLNK(status.st_mode) and _writable_by_others(status):
+        return f"{path} can be written to by others (mode {stat.S_IMODE(status.st_mode):04o})"
+    return ""
 
 
 def check_folder(folder: str, uid: int) -> str:
     """Return why the folder of trees is not safe to write to, "" when it is (or is not there yet)."""
+    folder = folder.rstrip("/")  # with it a link is looked through
+    if not folder:
+        return "/ cannot be the folder of the trees: name one of its own, as /opt/sglang/cuda"
     if not folder.startswith("/") or ":" in folder or any(char.isspace() for char in folder):
         return f"{folder}: the folder must be absolute, without colons and blanks"
     above = _check_above(folder, uid)
@@ -37,9 +59,12 @@ def check_folder(folder: str, uid: int) -> str:
         )
     if _writable_by_others(status):
         return f"{folder} can be written to by others (mode {stat.S_IMODE(status.st_mode):04o}): take that away"
-    for name in ("wheels", "in-place", MARK, ".users"):
-        if os.path.islink(f"{folder}/{name}"):
-            return f"{folder}/{name} is a link: nothing is written through it"
+    for name in (*FOLDERS, *FILES):
+        path = f"{folder}/{name}"
+        if os.path.islink(path):
+            return f"{path} is a link: nothing is written through it. Remove it"
+        if os.path.lexists(path) and foreign(path):
+            return f"{foreign(path)}: chown it to the user that runs this, and chmod go-w"
     try:
         if not os.path.isfile(f"{folder}/{MARK}") and set(os.listdir(folder)) - {LOCK}:
             return f"{folder} holds files that are not ours. Name an empty folder, or one that does not exist"

@@ -25,7 +25,7 @@ SPACE = {"trees": 64, "cache": 512, "scratch": 256}  # MiB
 FIRST = {(9, 0): (11, 8), (10, 0): (12, 8), (10, 3): (12, 9), (11, 0): (13, 0), (12, 0): (12, 8), (12, 1): (12, 9)}
 FAMILY = (12, 9)
 LAST_PINNED = (0, 6, 10)  # FlashInfer up to this never rewrites a build.ninja
-_ARCH = re.compile(r"(\d+)\.(\d)([af]?)")
+_ARCH = re.compile(r"([0-9]+)\.([0-9])([af]?)")
 CACHES = ("{0}/.cache/flashinfer", "{0}/flashinfer")
 
 
@@ -135,21 +135,24 @@ def _gcc_age(runner: Runner, toolkit: Toolkit, gcc: str, env: Mapping[str, str])
     return [Finding("gcc_too_new", f"{text}: `#error -- unsupported GNU version!`", remedy)]
 
 
-def place_findings(needs: Needs, scratch: str) -> list[Finding]:
-    """Look at the folders that are written to: caches by the servers' user, the trees and scratch space by us."""
+def place_findings(needs: Needs, scratch: str, wheels: int = 0) -> list[Finding]:
+    """Look at the folders that are written to: caches by the servers' user, trees, MiB of wheels and scratch by us."""
     found = []
     account = _account(needs.user)
     for folder in needs.cache_dirs:
         if account and os.path.isdir(folder) and not _writable(folder, *account):
             text = f"{folder} cannot be written to by {needs.user}: FlashInfer writes there even when all is built"
             found.append(Finding("cache_readonly", text, f"chown {needs.user} {folder}"))
-    places = [(needs.folder, SPACE["trees"]), (scratch, SPACE["scratch"])]
-    places += [(folder, SPACE["cache"]) for folder in needs.cache_dirs]
-    for folder, wanted in places:
+    places = [
+        (needs.folder, SPACE["trees"] + wheels, "set cuda_toolkit_fix_dir to a folder on another one"),
+        (scratch, SPACE["scratch"], "set TMPDIR to a folder on another one"),
+        *((folder, SPACE["cache"], "put the servers' caches on another one") for folder in needs.cache_dirs),
+    ]
+    for folder, wanted, other in places:
         free = _free(folder)
         if free is not None and free < wanted:
             text = f"{folder}: {free} MiB free, {wanted} needed: `No space left on device`"
-            found.append(Finding("no_space", text, "Free space on that file system"))
+            found.append(Finding("no_space", text, f"Free space on that file system, or {other}"))
     return found
 
 

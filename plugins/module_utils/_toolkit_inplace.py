@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ansible_collections.gpufleet.sglang.plugins.module_utils._files import FileSpec, write_files
-from ansible_collections.gpufleet.sglang.plugins.module_utils._toolkit_apply import ApplyError, digest
+from ansible_collections.gpufleet.sglang.plugins.module_utils._files import FileSpec, digest, write_files
+from ansible_collections.gpufleet.sglang.plugins.module_utils._toolkit_apply import ApplyError
 from ansible_collections.gpufleet.sglang.plugins.module_utils._toolkit_compose import Entry
 
 PLACE = "in-place"

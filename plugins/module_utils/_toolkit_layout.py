@@ -124,7 +124,7 @@ def candidates(
         problem = check_cuda_home(cuda_home)
         if problem:
             return [], [Finding("cuda_home_bad", f"cuda_home {cuda_home}: {problem}", "Give one absolute folder")]
-        return [layout_of(cuda_home, "explicit", base)], []
+        return [layout_of(os.path.realpath(cuda_home), "explicit", base)], []  # it may lead elsewhere tomorrow
     findings = []
     places = [(python.tree, "pip")]
     told = environment.get("CUDA_HOME", "") or environment.get("CUDA_PATH", "")

@@ -14,6 +14,8 @@ from typing import Any
 
 from ansible_collections.gpufleet.sglang.plugins.module_utils._finding import WARNING, Finding, errors
 from ansible_collections.gpufleet.sglang.plugins.module_utils._runner import Runner
+from ansible_collections.gpufleet.sglang.plugins.module_utils._toolkit_audit import Audit
+from ansible_collections.gpufleet.sglang.plugins.module_utils._toolkit_audit import findings as damaged
 from ansible_collections.gpufleet.sglang.plugins.module_utils._toolkit_elf import soname
 from ansible_collections.gpufleet.sglang.plugins.module_utils._toolkit_layout import Layout
 from ansible_collections.gpufleet.sglang.plugins.module_utils._toolkit_python import COMPONENTS, Owned, Python, read
@@ -38,6 +40,7 @@ PARTS: dict[str, tuple[str, tuple[str, ...], str, str]] = {
     "libcudadevrt": ("libs", ("libcudadevrt.a",), "cudart", "nvcc as a linker stops with `cannot find -lcudadevrt`"),
 }
 INSTALLABLE = {f"{part}_missing" for part in PARTS} | {f"skew_{name}" for name in ("crt", "nvvm", "runtime", "cccl")}
+INSTALLABLE |= {"wheel_damaged"}
 COMPOSABLE = {
     "lib64_missing",
     "libcudart_so_missing",
@@ -46,7 +49,7 @@ COMPOSABLE = {
     "nvcc_not_executable",
 }
 COMPOSING = "A composed CUDA_HOME (repair: compose) has it right"
-CCCL_FAULTS = {"nv_target_missing", "cccl_mixed"}
+CCCL_FAULTS = {"nv_target_missing", "cccl_mixed", "cccl_damaged"}
 _CCCL = ("cuda/std/__cccl/version.h", "cub/version.cuh")
 
 
@@ -79,10 +82,10 @@ class Toolkit:
         }
 
 
-def examine(runner: Runner, layout: Layout, python: Python, owned: dict[str, Owned] | None = None) -> Toolkit:
+def examine(runner: Runner, layout: Layout, python: Python, wheels: Audit | None = None) -> Toolkit:
     """Look at one toolkit: its parts, their versions, and whether they fit; nothing is compiled."""
     nvcc = layout.find("bins", "nvcc")
-    files = owned or {}
+    files = wheels.owned if wheels else {}
     closed = [path for group in (layout.bins, layout.includes, layout.libs, layout.nvvms) for path in group]
     closed = [path for path in closed if os.path.isdir(path) and not os.access(path, os.R_OK | os.X_OK)]
     if closed:
@@ -100,6 +103,7 @@ def examine(runner: Runner, layout: Layout, python: Python, owned: dict[str, Own
     versions = find_versions(runner, layout, python, nvcc)
     findings = [*_missing(layout, python, nvcc), *_links(layout), *_cccl(layout, files, python)]
     findings += skew(layout, versions, python)
+    findings += damaged(layout.root, wheels.damages, shlex.quote(python.path), python.packages) if wheels else []
     if "nvcc" not in versions:
         text, remedy = f"{nvcc} does not run or does not tell its version", "Install nvidia-cuda-nvcc again"
         findings.append(Finding("nvcc_broken", text, remedy))

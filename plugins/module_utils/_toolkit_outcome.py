@@ -38,7 +38,7 @@ class Outcome:
     drift: list[Drift] = field(default_factory=list)
     pruned: list[str] = field(default_factory=list)
     diff: list[dict[str, str]] = field(default_factory=list)
-    record: str = ""
+    mendable: set[str] = field(default_factory=set)  # codes of what composing, or a private set, would mend
     tree: str = ""  # where the repairs were made, or are to be
     flashinfer: str = ""
 

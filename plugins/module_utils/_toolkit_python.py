@@ -17,17 +17,19 @@ from ansible_collections.gpufleet.sglang.plugins.module_utils._runner import Run
 # Nothing is imported: folders are found, versions read from the names of the dist-info folders.
 SCRIPT = r"""
 import glob, importlib.util, json, os, sys, sysconfig
+def real(path):  # a venv has one name, however it is reached; a package that is a link keeps its own
+    return os.path.join(os.path.realpath(os.path.dirname(os.path.abspath(path))), os.path.basename(path))
 def folders(name):
     try:
         spec = importlib.util.find_spec(name)
     except (ImportError, ValueError):
         return []
-    return [os.path.abspath(path) for path in (spec.submodule_search_locations or ())] if spec else []
+    return [real(path) for path in (spec.submodule_search_locations or ())] if spec else []
 infos = {}
 for place in sys.path:
     for info in sorted(glob.glob(os.path.join(glob.escape(place), "*.dist-info"))) if os.path.isdir(place) else ():
         name, _, version = os.path.basename(info)[:-10].rpartition("-")
-        infos.setdefault(name, [version, os.path.abspath(info)])
+        infos.setdefault(name, [version, real(info)])
 print(json.dumps({"prefix": sys.prefix, "include": sysconfig.get_path("include"), "infos": infos,
                   "version": "%d.%d" % sys.version_info[:2],
                   "nvidia": folders("nvidia"), "torch": folders("torch"), "flashinfer": folders("flashinfer")}))
@@ -164,7 +166,10 @@ def owned_files(infos: Mapping[str, str], tree: str) -> dict[str, Owned]:
             if line.startswith(prefix):
                 path, _comma, rest = line.rpartition(",")[0].rpartition(",")
                 size = line.rpartition(",")[2]
-                found[path[len(prefix) :]] = Owned(name, rest, int(size) if size.isdigit() else None)
+                item = Owned(name, rest, int(size) if size.isascii() and size.isdigit() else None)
+                path = path[len(prefix) :]
+                twice = path in found and found[path].sha != rest  # of two wheels: either's content is right
+                found[path] = Owned(name, "", None) if twice else item
     return found
 
 

@@ -20,8 +20,9 @@ from ansible_collections.gpufleet.sglang.plugins.module_utils import _toolkit_pr
 from ansible_collections.gpufleet.sglang.plugins.module_utils import _toolkit_state as state
 from ansible_collections.gpufleet.sglang.plugins.module_utils import _toolkit_wheels as wheels
 from ansible_collections.gpufleet.sglang.plugins.module_utils._files import FileError
-from ansible_collections.gpufleet.sglang.plugins.module_utils._finding import Finding, errors
+from ansible_collections.gpufleet.sglang.plugins.module_utils._finding import WARNING, Finding, errors
 from ansible_collections.gpufleet.sglang.plugins.module_utils._runner import Runner
+from ansible_collections.gpufleet.sglang.plugins.module_utils._toolkit_audit import Seals, audit
 from ansible_collections.gpufleet.sglang.plugins.module_utils._toolkit_build import (
     ALL,
     COMPOSE,
@@ -33,7 +34,7 @@ from ansible_collections.gpufleet.sglang.plugins.module_utils._toolkit_build imp
 )
 from ansible_collections.gpufleet.sglang.plugins.module_utils._toolkit_choose import Choice, choose
 from ansible_collections.gpufleet.sglang.plugins.module_utils._toolkit_finish import finish
-from ansible_collections.gpufleet.sglang.plugins.module_utils._toolkit_folder import check_folder
+from ansible_collections.gpufleet.sglang.plugins.module_utils._toolkit_folder import check_folder, one_spelling
 from ansible_collections.gpufleet.sglang.plugins.module_utils._toolkit_layout import candidates, check_cuda_home
 from ansible_collections.gpufleet.sglang.plugins.module_utils._toolkit_look import (
     CCCL_FAULTS,
@@ -41,7 +42,7 @@ from ansible_collections.gpufleet.sglang.plugins.module_utils._toolkit_look impo
     examine,
 )
 from ansible_collections.gpufleet.sglang.plugins.module_utils._toolkit_outcome import DONE, PLANNED, UNPROVEN, Outcome
-from ansible_collections.gpufleet.sglang.plugins.module_utils._toolkit_python import Python, ask, owned_files
+from ansible_collections.gpufleet.sglang.plugins.module_utils._toolkit_python import Python, ask
 from ansible_collections.gpufleet.sglang.plugins.module_utils._toolkit_stub import StubError
 
 RELEASE = "gpufleet-release.json"  # in a venv that sglang_release made and verifies
@@ -50,12 +51,14 @@ RELEASE = "gpufleet-release.json"  # in a venv that sglang_release made and veri
 def run(settings: Settings, runner: Runner, environ: Mapping[str, str], *, check: bool = False) -> Outcome:
     """Do it all; never raises for what a host lacks."""
     out = Outcome()
+    problem = check_folder(settings.folder, os.geteuid())  # as it is named: who owns a link above can lead us elsewhere
+    folder, interpreter = one_spelling(settings.folder), one_spelling(settings.python)
+    settings = replace(settings, folder=folder, python=interpreter, config_dir=os.path.realpath(settings.config_dir))
     python = ask(runner, settings.python)
     if isinstance(python, str):
         out.findings.append(Finding("venv_missing", python, "Install the engine first (--tags engine)"))
         return finish(settings, out, state.load(settings.config_dir), check)
     with ExitStack() as stack:
-        problem = check_folder(settings.folder, os.geteuid())
         if problem:
             out.findings.append(Finding("folder_unsafe", problem, "Give another folder, or correct this one"))
         elif not check and settings.repair != NONE:
@@ -64,19 +67,25 @@ def run(settings: Settings, runner: Runner, environ: Mapping[str, str], *, check
             except apply.ApplyError as exc:
                 out.findings.append(Finding("folder_unwritable", str(exc)))
         before = state.load(settings.config_dir)  # under the lock: what another run has just proven counts
+        safe = not out.findings  # what a folder says that is not safe counts for nothing
+        seals = Seals(settings.folder if safe else "")
         try:
-            _work(settings, runner, environ, python, before, out, check)
+            _work(settings, runner, environ, python, seals, before, out, check)
+            if safe and not check and settings.repair != NONE:
+                seals.save()
         except (FileError, OSError) as exc:  # a folder that cannot be read, a disk that is full
             name = getattr(exc, "filename", None) or settings.folder
             text = f"{name}: {exc.strerror}" if isinstance(exc, OSError) else str(exc)
             out.findings.append(Finding("not_accessible", text, "Correct the cause, and run this again"))
             out.proven = False
+        if not out.proven and settings.repair != NONE:
+            _set_aside(out)
         return finish(settings, out, before, check)
 
 
 def _work(
-    settings: Settings, runner: Runner, environ: Mapping[str, str], python: Python, before: Mapping[str, Any],
-    out: Outcome, check: bool,
+    settings: Settings, runner: Runner, environ: Mapping[str, str], python: Python, seals: Seals,
+    before: Mapping[str, Any], out: Outcome, check: bool,
 ) -> None:  # fmt: skip
     in_place = settings.repair == IN_PLACE
     out.flashinfer = python.packages.get("flashinfer-python", "")
@@ -85,14 +94,17 @@ def _work(
     layouts, found = candidates(python, settings.cuda_home, environ, settings.base)
     out.findings += found
     layouts = [replace(item, hidden=inplace.hidden(settings.folder, item.root)) for item in layouts]
-    out.toolkits = [examine(runner, item, python, owned_files(python.infos, item.root)) for item in layouts]
+    out.toolkits = [examine(runner, item, python, audit(python.infos, item.root, seals)) for item in layouts]
     first = next((item.versions.get("nvcc", "") for item in out.toolkits), "")
     archs, found = host.archs_of(runner, settings.archs, first)
     out.findings += found
     choice = choose(out.toolkits, python, archs, install=settings.skew == "install", in_place=in_place)
     if settings.cuda_home and not layouts:
         choice = Choice()
-    out.findings += [*choice.findings, *_host_findings(settings, runner, python, choice)]
+    private = wheels.private_set(settings.folder, ALL, python.wanted, seals) if choice.private else None
+    out.findings += [*choice.findings, *_host_findings(settings, runner, python, choice, private)]
+    mended = {item.code for item in choice.findings} if choice.private else COMPOSABLE
+    out.mendable = mended | (set() if in_place else CCCL_FAULTS)
     if in_place and os.path.exists(f"{python.prefix}/{RELEASE}"):
         text = f"{python.prefix} is a release, whose files are verified: nothing is added to it"
         out.findings.append(Finding("in_place_release", text, "Use repair compose, or a venv of your own"))
@@ -103,9 +115,7 @@ def _work(
         return
     if choice.toolkit is None or any(item.code.startswith("folder_") for item in out.findings):
         return
-    build = Build(settings, runner, python, choice.toolkit)
-    if choice.private:
-        build.private = wheels.private_set(settings.folder, ALL, python.wanted)
+    build = Build(settings, runner, python, choice.toolkit, private, seals=seals)
     build.find_versions()
     if not choice.private and _as_it_is(settings, build, archs, before, out):
         return
@@ -113,11 +123,22 @@ def _work(
         _repair(build, archs, before, out, check)
 
 
-def _host_findings(settings: Settings, runner: Runner, python: Python, choice: Choice) -> list[Finding]:
+def _set_aside(out: Outcome) -> None:
+    """What would be mended is nobody's work beside what keeps it from being done; without wheels it may be."""
+    if {item.code for item in out.problems} & {"wheels_unreachable", "wheels_broken"}:
+        out.mendable = out.mendable & (COMPOSABLE | CCCL_FAULTS)
+    if {item.code for item in out.problems} - out.mendable:
+        out.findings = [replace(i, severity=WARNING) if i.code in out.mendable else i for i in out.findings]
+
+
+def _host_findings(
+    settings: Settings, runner: Runner, python: Python, choice: Choice, private: wheels.Private | None
+) -> list[Finding]:
     needs = replace(settings.needs, folder=settings.folder)
     found = host.tool_findings(runner, python, choice.toolkit, needs)
-    found += host.place_findings(needs, tempfile.gettempdir())
-    return found + host.reach_findings([settings.folder, python.prefix], needs.user)
+    found += host.place_findings(needs, tempfile.gettempdir(), wheels.SIZE if private and not private.complete else 0)
+    tree = [choice.toolkit.root] if choice.toolkit else []
+    return found + host.reach_findings([settings.folder, python.prefix, *tree], needs.user)
 
 
 def _leave_in_place(settings: Settings, python: Python, out: Outcome, check: bool) -> None:
@@ -160,7 +181,8 @@ def _repair(build: Build, archs: Sequence[str], before: Mapping[str, Any], out: 
         made = f"{settings.folder}/<version>-<fingerprint>"
         header = {"before_header": home or "no CUDA_HOME", "after_header": f"{made}, known once the wheels are there"}
         out.diff.append({**header, "before": manifest_of(home) if home else "", "after": build.forecast()})
-        out.repaired, out.stage, out.tree = {item.code for item in build.toolkit.findings}, PLANNED, made
+        out.findings += [item for waits in waiting for item in waits.findings("To be installed again (check mode)")]
+        out.repaired, out.stage, out.tree = build.mended(), PLANNED, made
         out.details, out.versions = _details(build, archs, settings.repair), build.versions
         out.cuda_home = home or None
         out.proven = True  # as far as it can be told without installing
@@ -182,8 +204,7 @@ def _repair(build: Build, archs: Sequence[str], before: Mapping[str, Any], out: 
             out.findings.append(Finding("not_written", f"{path} could not be made: {exc}", "Correct the cause"))
             return
     out.changed, out.diff = out.changed or differs, [*out.diff, *shown]
-    mended = {item.code for item in build.toolkit.findings}
-    out.repaired = mended - ({"cccl_mixed"} if settings.repair == IN_PLACE else set())
+    out.repaired = build.mended()
     out.tree, out.stage = path, PLANNED if check and differs else DONE
     out.repairs, out.versions = build.repairs(), build.versions
     out.findings += build.notes
@@ -206,14 +227,21 @@ def _install(build: Build, before: Mapping[str, Any], out: Outcome) -> bool:
             try:
                 wheels.install(build.runner, item, build.python.path, build.settings.origin)
                 out.changed = True
+                out.findings += item.findings("Installed again")
             except wheels.WheelError as exc:
+                out.findings += item.findings("Make its wheels reachable, and run this again")
                 if item is build.cccl_wheel and build.use_engine_cccl(str(exc).split("\n", maxsplit=1)[0]):
                     continue
                 out.findings.append(Finding("wheels_unreachable", str(exc)))
                 return False
+        if build.private:
+            build.private = build.private_set(ALL, build.python.wanted)
         build.find_versions()
         build.plan_cccl({"cccl": {"origin": build.cccl.origin}} if build.notes and build.cccl else before)
-    return True
+    for item in build.missing_sets():
+        text = f"{item.folder} was installed, and is not whole: {item.flaw or 'its folders are missing'}"
+        out.findings.append(Finding("wheels_broken", text, "Correct wheel_dir or the index, and run this again"))
+    return not build.missing_sets()
 
 
 def _prove(build: Build, home: str, archs: Sequence[str], before: Mapping[str, Any], out: Outcome) -> None:

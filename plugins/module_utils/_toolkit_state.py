@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ NAME = "toolkit.json"
 USERS = ".users"
 SCHEMA = 2
 UNIT_DIR = "/etc/systemd/system"
+_HOME = re.compile(rb"CUDA_HOME[\"']?\s*[=:]\s*[\"']?(/[^\s\"'\0]+)")
 
 
 @dataclass(frozen=True)
@@ -55,26 +57,22 @@ def drift(config_dir: str, cuda_home: str) -> list[Drift]:
 def references(
     names: Sequence[str], config_dirs: Iterable[str], unit_dir: str = UNIT_DIR, proc: str = "/proc"
 ) -> dict[str, list[str]]:
-    """Return who names each folder: configurations, known-good copies, units with drop-ins, running processes."""
+    """Return who names each folder: configurations, known-good copies, units with drop-ins, running processes.
+
+    Named is also a folder that is spelled otherwise (its own name has a fingerprint), or that a link leads to.
+    """
     found: dict[str, list[str]] = {name: [] for name in names}
     files = [path for folder in config_dirs for path in _files(folder)]
     files += [path for path in _files(unit_dir) if "sglang" in str(path)]
-    for path in files:
+    for path in [*files, *Path(proc).glob("[0-9]*/environ")] if names else ():
         try:
             text = path.read_bytes()
         except OSError:
             continue
+        homes = {os.path.realpath(os.fsdecode(home)) for home in _HOME.findall(text)}
         for name in names:
-            if name.encode() in text:
+            if f"/{os.path.basename(name)}".encode() in text or os.path.realpath(name) in homes:
                 found[name].append(str(path))
-    for path in Path(proc).glob("[0-9]*/environ"):
-        try:
-            values = path.read_bytes()
-        except OSError:
-            continue
-        for name in names:
-            if f"CUDA_HOME={name}\0".encode() in values:
-                found[name].append(str(path.parent))
     return found
 
 
@@ -86,9 +84,10 @@ def _files(folder: str) -> list[Path]:
 def users(folder: str) -> list[str]:
     """Return the configuration folders whose toolkit.json may name a tree of this folder."""
     try:
-        return Path(folder, USERS).read_text(encoding="utf-8").split("\n")[:-1]
+        lines = Path(folder, USERS).read_text(encoding="utf-8").splitlines()
     except OSError:
         return []
+    return sorted({os.path.realpath(item) for item in lines})
 
 
 def set_users(folder: str, config_dirs: Sequence[str]) -> None:
@@ -115,4 +114,9 @@ def record(
         "repairs": list(repairs),
         **details,
     }
+    return dump(data)
+
+
+def dump(data: Mapping[str, Any]) -> str:
+    """Return toolkit.json's text: equal data, equal bytes."""
     return json.dumps(data, indent=2, sort_keys=True) + "\n"

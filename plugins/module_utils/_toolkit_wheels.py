@@ -11,9 +11,10 @@ import os
 import re
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from ansible_collections.gpufleet.sglang.plugins.module_utils._finding import WARNING, Finding
 from ansible_collections.gpufleet.sglang.plugins.module_utils._install_errors import explain
 from ansible_collections.gpufleet.sglang.plugins.module_utils._release import Spec
 from ansible_collections.gpufleet.sglang.plugins.module_utils._release_install import (
@@ -23,10 +24,14 @@ from ansible_collections.gpufleet.sglang.plugins.module_utils._release_install i
     pip_configuration,
 )
 from ansible_collections.gpufleet.sglang.plugins.module_utils._runner import Runner
-from ansible_collections.gpufleet.sglang.plugins.module_utils._toolkit_apply import WHEELS, remove_tree, sync
+from ansible_collections.gpufleet.sglang.plugins.module_utils._toolkit_apply import WHEELS, remove_tree, swap, sync
+from ansible_collections.gpufleet.sglang.plugins.module_utils._toolkit_audit import Seals, flaw
+from ansible_collections.gpufleet.sglang.plugins.module_utils._toolkit_folder import foreign
+from ansible_collections.gpufleet.sglang.plugins.module_utils._toolkit_python import installed_infos
 
 RECORD = WHEELS
 TIMEOUT = 3600.0
+SIZE = 400  # MiB that a set with a compiler takes on the disk while it is installed
 
 
 class WheelError(Exception):
@@ -48,6 +53,7 @@ class Private:
 
     requirement: str
     folder: str
+    flaw: str = ""  # what is wrong with the one that is there
 
     @property
     def tree(self) -> str:
@@ -56,16 +62,40 @@ class Private:
 
     @property
     def complete(self) -> bool:
-        """True when it was installed to its end."""
-        return os.path.isfile(f"{self.folder}/{RECORD}") and bool(self.tree)
+        """True when it was installed to its end, and is still whole."""
+        return _installed(self.folder) and bool(self.tree) and not self.flaw
+
+    def findings(self, done: str) -> list[Finding]:
+        """Say what was wrong with the one that is there, and what is done about it."""
+        return [Finding("wheels_damaged", f"{self.requirement}: {self.flaw}", done, WARNING)] if self.flaw else []
 
 
-def private_set(folder: str, parts: Sequence[str], specifier: str) -> Private:
+def private_set(folder: str, parts: Sequence[str], specifier: str, seals: Seals) -> Private:
     """Name the set of parts in one version; the same question has the same folder, so nothing is installed twice."""
     requirement = f"cuda-toolkit[{','.join(parts)}]{specifier}"
     version = re.sub(r"[^0-9.]", "", specifier).strip(".") or "any"
     digest = hashlib.sha256(requirement.encode()).hexdigest()[:8]
-    return Private(requirement, f"{folder}/wheels/{version}-{digest}")
+    private = Private(requirement, f"{folder}/wheels/{version}-{digest}")
+    return replace(private, flaw=_flaw(private, seals)) if _installed(private.folder) else private
+
+
+def _installed(folder: str) -> bool:
+    return os.path.isfile(f"{folder}/{RECORD}")
+
+
+def _flaw(private: Private, seals: Seals) -> str:
+    """Say why a set is to be installed again: a part of it lost, changed, exchanged, or given to others."""
+    above = [private.folder, f"{private.folder}/{RECORD}", f"{private.folder}/nvidia", private.tree]
+    try:
+        found = next((f"{path} is a link" for path in above if os.path.islink(path)), "")
+        found = found or next((said for path in above for said in [foreign(path)] if said), "")
+        with open(f"{private.folder}/{RECORD}", encoding="utf-8") as file:
+            packages = json.load(file).get("packages", [])
+        lost = [name for name in packages if not os.path.isfile(f"{private.folder}/{name}.dist-info/RECORD")]
+        found = found or next((f"{private.folder}/{name}.dist-info/RECORD is missing" for name in lost), "")
+        return found or flaw(installed_infos(private.folder), private.tree, seals)
+    except (OSError, ValueError, AttributeError, TypeError) as exc:
+        return f"{private.folder} cannot be read ({exc})"
 
 
 def install(runner: Runner, private: Private, python: str, origin: Origin) -> None:
@@ -83,11 +113,9 @@ def install(runner: Runner, private: Private, python: str, origin: Origin) -> No
         done = runner.run(["/bin/sh", "-c", 'umask 022; exec "$@"', "sh", *argv], timeout=TIMEOUT, env=env, cwd="/")
         if done.rc != 0:
             what = f"installing {private.requirement} into {private.folder}"
-            raise WheelError(
-                explain(what, done.rc, f"{done.stdout}\n{done.stderr}", "none is kept").replace(
-                    "\n  log: none is kept", ""
-                )
-            )
+            said = explain(what, done.rc, f"{done.stdout}\n{done.stderr}", "none is kept")
+            said = said.replace("\n  log: none is kept", "")
+            raise WheelError(said.replace("put releases_dir", f"put cuda_toolkit_fix_dir (a set takes {SIZE} MiB)"))
         done_tree = Private(private.requirement, new).tree
         if not done_tree:
             raise WheelError(f"{private.requirement} brought no nvidia/cu13 folder. Remedy: choose another version")
@@ -98,10 +126,11 @@ def install(runner: Runner, private: Private, python: str, origin: Origin) -> No
             file.write("\n")
         os.chmod(f"{new}/{RECORD}", 0o644)
         sync(new)
-        remove_tree(private.folder)  # an incomplete one
-        os.rename(new, private.folder)
+        swap(new, private.folder)  # of an incomplete or damaged one, which servers may compile with until then
     except OSError as exc:
-        raise WheelError(f"{exc.filename or new}: {exc.strerror}. Remedy: free space, or give another folder") from exc
+        raise WheelError(
+            f"{exc.filename or new}: {exc.strerror}. Remedy: free {SIZE} MiB, or set cuda_toolkit_fix_dir"
+        ) from exc
     finally:
         remove_tree(new)
 

@@ -80,6 +80,8 @@ options:
     description:
       - What to do when nvcc, its headers, nvvm and the runtime are of different versions, or some are missing.
       - V(install) installs one set, of the version torch runs on, into O(folder); the environment stays as it is.
+        A set that lost a file, or holds another one than its wheels brought, is installed again.
+      - Damaged files of the environment's own wheels are parts that are missing; each is named with its wheel.
       - V(fail) says which command would repair the environment. It fails also where another toolkit of the host would
         do, and names that one; O(cuda_home) takes it. An environment that has no nvcc is no such case, and the host's
         is used.
@@ -259,8 +261,8 @@ def settings_of(params: dict[str, Any]) -> Settings:
     environment = {str(key): str(value) for key, value in params["environment"].items() if value is not None}
     return Settings(
         python=params["python"],
-        folder=params["folder"].rstrip("/"),
-        config_dir=params["config_dir"].rstrip("/"),
+        folder=params["folder"],
+        config_dir=params["config_dir"],
         cuda_home=params["cuda_home"].strip(),
         archs=tuple(params["arch_list"]),
         repair=params["repair"],
@@ -315,15 +317,21 @@ def lines_of(out: Outcome) -> list[str]:
     return [*lines, f"CUDA_HOME {out.cuda_home}"]
 
 
+def refusal(out: Outcome, problems: list[Finding]) -> str:
+    """Say why there is none, and which other toolkit would do."""
+    other = "".join(f"\n{item.text()}" for item in out.findings if item.code == "toolkit_other")
+    return numbered(f"{os.uname().nodename}: no CUDA toolkit that works", problems) + other
+
+
 def main() -> None:
     """Run the module."""
     module = AnsibleModule(
         argument_spec=ARGUMENTS, required_if=[("state", "present", ["python"])], supports_check_mode=True
     )
+    os.umask(0o022)  # what is made here is for the servers' user to read, and for nobody else to write
     if module.params["state"] == "absent":
-        folder, config_dir = (module.params[name].rstrip("/") for name in ("folder", "config_dir"))
         try:
-            gone = remove(folder, config_dir, check=module.check_mode)
+            gone = remove(module.params["folder"], module.params["config_dir"], check=module.check_mode)
         except (ApplyError, FileError, OSError) as exc:
             module.fail_json(msg=f"{os.uname().nodename}: the toolkit is not taken back: {exc}")
         module.exit_json(changed=gone.changed, cuda_home=None, pruned=gone.pruned, diff=gone.diff)
@@ -334,7 +342,7 @@ def main() -> None:
         problems = [Finding("not_proven", "no CUDA_HOME could be proven", "See the findings")]
     not_yet = module.check_mode and [item.code for item in problems] == ["venv_missing"]
     if problems and module.params["required"] and not not_yet:
-        module.fail_json(msg=numbered(f"{os.uname().nodename}: no CUDA toolkit that works", problems), **result)
+        module.fail_json(msg=refusal(out, problems), **result)
     for item in problems:
         module.warn(item.text())
     module.exit_json(**result)

@@ -19,6 +19,7 @@ from ansible_collections.gpufleet.sglang.plugins.module_utils._toolkit_finish im
 from ansible_collections.gpufleet.sglang.plugins.module_utils._toolkit_layout import machine_folder, multiarch
 from ansible_collections.gpufleet.sglang.plugins.module_utils._toolkit_run import run
 from ansible_collections.gpufleet.sglang.plugins.module_utils._toolkit_stub import make_stub
+from lab import PYTHON
 
 NEW = "0.7.2.post1"
 INCOMPATIBLE = "CUDA compiler and CUDA toolkit headers are incompatible"
@@ -45,9 +46,22 @@ def test_skew_is_seen_named_and_repaired_beside_the_environment(toolkit_lab):
     assert done.result.get("proven"), done.result
     assert done.result["versions"]["nvcc"].startswith("13.0.")
     assert env.record()["private"].startswith(str(env.cuda))
-    page, tvm = env.flashinfer(home), env.tvm_ffi(home)
-    assert page.ok, page.output
+    tvm = env.tvm_ffi(home)  # FlashInfer too: in the matrix, with the sets of a plain pip install
     assert tvm.ok, tvm.output
+    again = env.module(skew="install")
+    assert not again.result["changed"]
+    assert again.cpu <= 3
+
+    tree = Path(env.record()["private"], "nvidia/cu13")  # a part lost, one zeroed at its old size and time
+    cicc, status = (tree / "nvvm/bin/cicc").read_bytes(), (tree / "nvvm/bin/cicc").stat()
+    (tree / "include/cuda_fp16.h").unlink()
+    (tree / "nvvm/bin/cicc").write_bytes(bytes(len(cicc)))
+    os.utime(tree / "nvvm/bin/cicc", ns=(status.st_atime_ns, status.st_mtime_ns))
+    healed = env.module(skew="install")
+    assert healed.result["cuda_home"] == home, healed.result
+    assert "wheels_damaged" in healed.codes
+    assert (tree / "include/cuda_fp16.h").exists()
+    assert (tree / "nvvm/bin/cicc").read_bytes() == cicc
     again = env.module(skew="install")
     assert not again.result["changed"]
     assert again.cpu <= 3
@@ -221,6 +235,43 @@ def shared(toolkit_lab):
     env = toolkit_lab.environment("kill", "cuda-toolkit[nvcc,crt,nvvm,cudart,cccl]==13.2.*", flashinfer=NEW)
     yield env
     toolkit_lab.discard(env)
+
+
+@pytest.mark.parametrize(("name", "wheel"), [("include/cuda_fp16.h", "runtime"), ("nvvm/bin/cicc", "nvvm")])
+def test_a_damaged_wheel_of_the_environment_is_named_with_the_remedy(shared, name, wheel):
+    env, path = shared, shared.tree / name
+    content, status = path.read_bytes(), path.stat()
+    path.write_bytes(bytes(len(content)))
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    try:
+        refused = env.module(skew="fail")
+        path.unlink()
+        lost = env.module(skew="fail")
+    finally:
+        path.write_bytes(content)
+        path.chmod(status.st_mode)
+        os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    for done, what in ((refused, "is not what the wheel brought"), (lost, "is missing")):
+        said = done.result["msg"]
+        assert f"{path}, of the wheel nvidia-{'cuda-' if wheel == 'runtime' else ''}{wheel}==13.2." in said
+        assert what in said
+        assert f"{env.python} -m pip install --force-reinstall --no-deps nvidia-" in said
+        assert done.cpu <= 3
+
+
+def test_two_spellings_of_a_folder_are_one(shared, tmp_path):
+    env = shared
+    home = env.module().result["cuda_home"]
+    (tmp_path / "link").symlink_to(env.folder)
+    for spelling in (tmp_path / "link", env.folder / "venv/.."):
+        done = env.module(
+            folder=f"{spelling}/cuda",
+            config_dir=f"{spelling}/etc",
+            python=f"{spelling}/venv/bin/python",
+            cuda_home=f"{spelling}/venv/lib/python{PYTHON}/site-packages/nvidia/cu13",
+        )
+        assert not done.result["changed"], done.result["diff"]
+        assert done.result["cuda_home"] == home
 
 
 def whole(env):

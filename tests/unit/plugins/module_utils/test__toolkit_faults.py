@@ -492,7 +492,7 @@ def test_space_that_comes_and_goes_changes_no_record(desk, monkeypatch):
 
 def test_a_failed_run_names_no_cuda_home_of_another_venv(desk):
     home = desk.run().cuda_home
-    write(desk.site.root / "bin/cudafe++", "of another build")
+    desk.site.renew("bin/cudafe++", "of another build")
     fail(desk)
     out = desk.run(python=f"{desk.python.path}-other")
     assert (out.proven, out.cuda_home, desk.record()["cuda_home"]) == (False, None, None)
@@ -522,7 +522,7 @@ def test_a_full_disk_leaves_the_old_tree_and_is_named(open_desk):
         home = open_desk.run().cuda_home
         assert home, open_desk.run().problems
         before = snapshot(home)
-        write(open_desk.site.root / "bin/cudafe++", "of another build")
+        open_desk.site.renew("bin/cudafe++", "of another build")
         out = open_desk.run()
         assert {"no_space", "not_written"} <= codes(out, repaired=False)
         assert (out.proven, out.cuda_home, snapshot(home)) == (False, home, before)

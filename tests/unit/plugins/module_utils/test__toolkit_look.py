@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from ansible_collections.gpufleet.sglang.plugins.module_utils import _toolkit_host as host
 from ansible_collections.gpufleet.sglang.plugins.module_utils._runner import SubprocessRunner
+from ansible_collections.gpufleet.sglang.plugins.module_utils._toolkit_audit import Seals, audit
 from ansible_collections.gpufleet.sglang.plugins.module_utils._toolkit_layout import (
     candidates,
     check_cuda_home,
@@ -16,7 +17,7 @@ from ansible_collections.gpufleet.sglang.plugins.module_utils._toolkit_layout im
     machine_folder,
 )
 from ansible_collections.gpufleet.sglang.plugins.module_utils._toolkit_look import examine
-from ansible_collections.gpufleet.sglang.plugins.module_utils._toolkit_python import Python, ask, owned_files
+from ansible_collections.gpufleet.sglang.plugins.module_utils._toolkit_python import Python, ask
 from toolkits import Host, Site, system, tree, write
 
 LINKS = ["lib64_missing", "libcudart_so_missing", "libcuda_stub_missing"]
@@ -24,7 +25,7 @@ LINKS = ["lib64_missing", "libcudart_so_missing", "libcuda_stub_missing"]
 
 def look(site):
     layout = layout_of(str(site.root), "pip")
-    return examine(SubprocessRunner(), layout, site.python, owned_files(site.infos, str(site.root)))
+    return examine(SubprocessRunner(), layout, site.python, audit(site.infos, str(site.root), Seals()))
 
 
 def codes(toolkit):
@@ -195,6 +196,7 @@ def test_layouts(tmp_path):
         (["9.0a 12.0f", "9.0a"], "", "13.0.88", ["9.0a", "12.0f"], []),
         (["9.0a,12.0f"], "", "13.0.88", [], ["arch_list_bad"]),
         (["sm_90"], "", "13.0.88", [], ["arch_list_bad"]),
+        (["\uff11\uff12.\uff10f"], "", "13.0.88", [], ["arch_list_bad"]),
         ([], "", "13.0.88", [], ["arch_unknown"]),
         ([], "12.0\n12.0\n9.0\n8.9\n", "13.0.88", ["12.0f", "9.0a", "8.9"], []),
         ([], "12.0\n", "12.8.93", ["12.0a"], []),

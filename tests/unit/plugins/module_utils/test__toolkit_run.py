@@ -76,7 +76,7 @@ def test_check_mode_shows_every_link_and_writes_nothing(desk):
 
 def test_another_toolkit_behind_the_same_names_is_another_folder(desk):
     first = desk.run().cuda_home
-    write(desk.site.root / "bin/cudafe++", "of another build")
+    desk.site.renew("bin/cudafe++", "of another build")
     out = desk.run()
     assert out.cuda_home != first
     assert "bin/cudafe++" in out.diff[0]["before"]
@@ -92,7 +92,7 @@ def test_a_folder_that_a_unit_still_names_stays(desk):
     }  # fmt: skip
     (desk.top / "etc/0.json").write_text(json.dumps(instance))
     assert desk.run().drift == []
-    write(desk.site.root / "bin/cudafe++", "of another build")
+    desk.site.renew("bin/cudafe++", "of another build")
     out = desk.run()
     assert out.pruned == []
     assert [item.to_dict() for item in out.drift] == [{"unit": "sglang@0.service", "cuda_home": first}]
@@ -113,7 +113,7 @@ def test_a_damaged_tree_is_made_again(desk, name):
 
 def test_a_failed_probe_keeps_what_the_servers_have(desk):
     home = desk.run().cuda_home
-    write(desk.site.root / "bin/cudafe++", "of another build")
+    desk.site.renew("bin/cudafe++", "of another build")
     desk.runner.probe, desk.runner.said = 1, "sh: 1: cudafe++: not found"
     out = desk.run()
     assert (out.proven, out.cuda_home) == (False, home)
@@ -335,7 +335,7 @@ def test_removal_leaves_what_another_configuration_uses(desk):
 @pytest.mark.parametrize(
     ("prepare", "word"),
     [
-        (lambda path: path.symlink_to("/tmp"), "link"),
+        (lambda path: path.symlink_to("/tmp"), "is a link"),
         (lambda path: path.write_text(""), "no folder"),
         (lambda path: (path.mkdir(), path.chmod(0o777)), "written to by others"),
         (lambda path: (path.mkdir(), os.chown(path, 65534, 65534)), "belongs to user 65534"),
@@ -345,8 +345,9 @@ def test_an_unsafe_folder_is_refused(desk, prepare, word):
     if word.startswith("belongs") and os.geteuid():
         pytest.skip("only root can give a folder away")
     prepare(desk.top / "cuda")
-    found = [item for item in desk.run().problems if item.code == "folder_unsafe"]
-    assert word in found[0].message
+    for folder in (f"{desk.top}/cuda", f"{desk.top}/cuda/"):
+        found = [item for item in desk.run(folder=folder).problems if item.code == "folder_unsafe"]
+        assert word in found[0].message
 
 
 @pytest.mark.parametrize("name", ["config.old", "wheels/torch-set/x", "a/b"])
@@ -375,18 +376,21 @@ def test_leftovers_of_killed_runs_are_swept(desk):
     write(desk.top / "cuda/13.0.88-0123456789ab.new/bin/nvcc")
     write(desk.top / "cuda/13.0.88-0123456789ab.old/bin/nvcc")
     write(desk.top / "cuda/wheels/13.0-01234567.new/x")
+    write(desk.top / "cuda/..seals.json.abc")
+    write(desk.top / "cuda/..users.abc")
     desk.top.joinpath("cuda").chmod(0o755)
     write(desk.top / "cuda/backup-2026.old/x")  # somebody else's
     desk.run()
     left = [path.name for path in (desk.top / "cuda").glob("*.*") if path.suffix in (".new", ".old")]
     assert left == ["backup-2026.old"]
     assert not (desk.top / "cuda/wheels/13.0-01234567.new").exists()
+    assert list((desk.top / "cuda").glob("..*.abc")) == []
 
 
 def test_a_failure_while_writing_leaves_the_old_tree(desk, monkeypatch):
     home = desk.run().cuda_home
     before = snapshot(home)
-    write(desk.site.root / "bin/cudafe++", "of another build")
+    desk.site.renew("bin/cudafe++", "of another build")
 
     def full(target, name):
         raise OSError(28, "No space left on device")

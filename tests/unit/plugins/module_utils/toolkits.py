@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 import os
@@ -119,11 +120,24 @@ class Site:
         for path in sorted(self.root.rglob("*")):
             relative = str(path.relative_to(self.root))
             if path.is_file() and relative.startswith(prefix):
-                digest = hashlib.sha256(path.read_bytes()).hexdigest()
-                lines.append(f"nvidia/cu13/{relative},sha256={digest},{path.stat().st_size}")
+                lines.append(line_of(relative, path))
         write(info / "RECORD", "\n".join(lines) + "\n")
         dist = name.replace("_", "-")
         self.packages[dist], self.infos[dist] = version, str(info)
+
+    def renew(self, relative: str, text: str) -> None:
+        """Replace a file as another build of its wheel would: the RECORD knows it."""
+        path = write(self.root / relative, text)
+        for info in self.infos.values():
+            lines = Path(info, "RECORD").read_text().splitlines()
+            lines = [line_of(relative, path) if line.startswith(f"nvidia/cu13/{relative},") else line for line in lines]
+            write(Path(info, "RECORD"), "\n".join(lines) + "\n")
+
+
+def line_of(relative: str, path: Path) -> str:
+    """Return a RECORD's line."""
+    digest = base64.urlsafe_b64encode(hashlib.sha256(path.read_bytes()).digest()).rstrip(b"=").decode()
+    return f"nvidia/cu13/{relative},sha256={digest},{path.stat().st_size}"
 
 
 class Host(SubprocessRunner):
