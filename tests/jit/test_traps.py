@@ -8,9 +8,10 @@ import shutil
 import signal
 import subprocess
 import time
+from pathlib import Path
 
 import pytest
-from kernels import BUILDS
+from kernels import BUILDS, read_only
 
 CONFIGS = [
     # head_dim, heads, KV heads, KV dtype, flag of SGLang
@@ -130,6 +131,7 @@ def test_the_public_generators_name_is_not_the_servers(kernels, tmp_path):
     assert list(states) == [f"{naive}_kv_stride_equal"]
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount")
 def test_published_modules_need_no_compiler_and_no_cache(built, tmp_path):
     folder = f"{tmp_path}/kernels"
     done = built.warm(modules=["silu_and_mul", "page"], publish_dir=folder)
@@ -142,13 +144,14 @@ def test_published_modules_need_no_compiler_and_no_cache(built, tmp_path):
         "PATH": "/usr/bin:/bin",
         "CUDA_HOME": "/nonexistent",
     }
-    served = built.serve("getter", "silu_and_mul", "page", **serving)
+    with read_only(built.cache), read_only(Path(folder)):
+        served = built.serve("getter", "silu_and_mul", "page", **serving)
+        missing = built.serve("getter", "rope", **serving)
     assert (served.rc, served.compiled) == (0, []), served.output
-    assert max(served.seconds.values()) < 1
-    assert not list((tmp_path / "log").rglob("*.so"))
-    missing = built.serve("getter", "rope", **serving)
+    assert max(served.said.values()) < 1
     assert missing.rc != 0
     assert "MissingJITCacheError" in missing.output
+    assert not list((tmp_path / "log").rglob("*.so"))
 
 
 def test_a_server_started_early_waits_at_the_lock_and_compiles_nothing(kernels):
@@ -158,7 +161,7 @@ def test_a_server_started_early_waits_at_the_lock_and_compiles_nothing(kernels):
     assert not kernels.stamps()  # nothing is built yet: the server below comes in the middle
     served = kernels.serve("getter", *names)
     assert served.rc == 0, served.output
-    assert max(served.seconds.values()) > 2
+    assert max(served.said.values()) > 2
     joined = kernels.warm(modules=names, workers=2, pending=early["pending"])
     assert not joined.get("failed"), joined
     assert joined["counts"]["compiled"] == 2
@@ -167,7 +170,7 @@ def test_a_server_started_early_waits_at_the_lock_and_compiles_nothing(kernels):
         made = [line.split("\t")[3] for line in log]
         assert len(made) == len(set(made)), log
     assert kernels.warm(state="learned")["learned"] == []
-    print(f"waited {served.seconds}, whole {early['took']:.1f} s + {joined['took']:.1f} s")
+    print(f"waited {served.said}, whole {early['took']:.1f} s + {joined['took']:.1f} s")
 
 
 def test_what_a_server_started_early_compiles_itself_is_seen(kernels):
