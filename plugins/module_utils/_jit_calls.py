@@ -25,6 +25,7 @@ from typing import Any
 
 from ansible_collections.gpufleet.sglang.plugins.module_utils._toolkit_elf import broken
 
+NOT_FOR_THIS_GPU = "No supported CUDA architectures"  # flashinfer/compilation_context.py
 READY, MISSING, STALE, BROKEN = "ready", "missing", "stale", "broken"
 DTYPES = {  # as SGLang spells them in the names of its modules
     "bf16_t": "torch.bfloat16",
@@ -349,17 +350,27 @@ def resolve(entries: Sequence[Mapping[str, Any]], *, repair: bool) -> tuple[list
             if entry["kind"] == "flashinfer":
                 module = flashinfer_module(entry)
                 if module is None:
-                    odd.append({"name": str(entry.get("call")), "state": "unused", "why": "CuTe DSL is used instead"})
+                    odd.append({"name": _called(entry), "state": "unused", "why": "CuTe DSL is used instead"})
                     continue
                 if module.name not in modules:
                     module.state = flashinfer_state(module.spec) if have_ninja else _without_ninja(module)
             else:
                 module = sglang_module(entry, repair=repair)
         except UnknownCall as exc:
-            odd.append({"name": str(entry.get("name") or entry.get("call")), "state": "unknown", "why": str(exc)})
+            odd.append({"name": _called(entry), "state": "unknown", "why": str(exc)})
+            continue
+        except Exception as exc:
+            if isinstance(exc, OSError) and exc.errno:
+                raise  # the disk or the cache, hence all of them
+            state = "unused" if NOT_FOR_THIS_GPU in str(exc) else "failed"
+            odd.append({"name": _called(entry), "kind": entry["kind"], "state": state, "why": f"{exc}" or repr(exc)})
             continue
         modules.setdefault(module.name, module)
     return list(modules.values()), odd
+
+
+def _called(entry: Mapping[str, Any]) -> str:
+    return str(entry.get("name") or entry.get("call"))
 
 
 def _without_ninja(module: Module) -> str:

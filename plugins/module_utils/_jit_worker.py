@@ -156,7 +156,7 @@ class Worker:
             self.prepare()
             building = self.request["mode"] == "build"
             modules, odd = calls.resolve(self.request["entries"], repair=building)
-            self.rows += odd
+            self.rows += [{**row, **why(row["why"])} if row["state"] == "failed" else row for row in odd]
             todo = [item for item in modules if item.state != calls.READY]
             ready = [item for item in modules if item.state == calls.READY]
             self.rows += [_row(item, "already") for item in ready]

@@ -173,12 +173,19 @@ def test_a_server_started_early_waits_at_the_lock_and_compiles_nothing(kernels):
     print(f"waited {served.said}, whole {early['took']:.1f} s + {joined['took']:.1f} s")
 
 
-def test_what_a_server_started_early_compiles_itself_is_seen(kernels):
+def test_what_a_server_compiles_itself_fails_the_strict_gate_and_is_learned(kernels):
     early = kernels.warm(modules=["page"], start_early="sglang@0.service")
     assert early["pending"], early
     assert kernels.serve("getter", "silu_and_mul").rc == 0
     assert not kernels.warm(modules=["page"], pending=early["pending"]).get("failed")
-    assert kernels.warm(state="learned")["learned"] == ["silu_and_mul"]
+    gate = kernels.warm(state="learned", strict=True)
+    assert gate["failed"]
+    assert gate["learned"] == ["silu_and_mul"]
+    assert "compiled by a server: silu_and_mul" in gate["msg"]
+    # the next run knows it, on a cache that holds nothing too
+    shutil.rmtree(kernels.library("silu_and_mul").parent)
+    assert kernels.states(modules=["page"]) == {"page": "already", "silu_and_mul": "compiled"}
+    assert kernels.warm(state="learned", strict=True)["learned"] == []
 
 
 def test_a_build_that_fails_beside_a_server_names_its_error(kernels):

@@ -279,3 +279,40 @@ def test_the_worker_needs_nothing_of_ansible(tmp_path):
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False, text=True)
     assert done.stdout.strip() == worker.LOCK, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("exc", "expected"),
+    [
+        (
+            OSError("CUDA_HOME environment variable is not set."),
+            ("failed", "CUDA_HOME environment variable is not set."),
+        ),
+        (RuntimeError("No supported CUDA architectures found for major versions [10]."), ("unused", "No supported")),
+        (TypeError(), ("failed", "TypeError()")),
+        (calls.UnknownCall("flashinfer.x: no such"), ("unknown", "flashinfer.x: no such")),
+    ],
+)
+def test_an_entry_that_raises_is_named_and_the_others_go_on(monkeypatch, exc, expected):
+    def call(entry):
+        if entry["name"] == "odd":
+            raise exc
+        return calls.Module("flashinfer", entry["name"], entry)
+
+    monkeypatch.setattr(calls, "flashinfer_module", call)
+    monkeypatch.setattr(calls, "flashinfer_state", lambda _spec: calls.READY)
+    monkeypatch.setattr(calls, "_without_ninja", lambda _module: calls.READY)
+    entries = [{"kind": "flashinfer", "name": name} for name in ("odd", "norm")]
+    found, (odd,) = calls.resolve(entries, repair=False)
+    assert [module.name for module in found] == ["norm"]
+    assert odd["name"] == "odd"
+    assert (odd["state"], odd["why"][: len(expected[1])]) == expected
+
+
+def test_a_full_disk_is_no_single_entrys_fault(monkeypatch):
+    def call(_entry):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(calls, "flashinfer_module", call)
+    with pytest.raises(OSError, match="No space"):
+        calls.resolve([{"kind": "flashinfer", "name": "norm"}], repair=False)
