@@ -189,7 +189,8 @@ def flashinfer_build(module: Module, held: Callable[[], None]) -> None:
 
 def sglang_call(entry: Mapping[str, Any]) -> tuple[Any, list[Any]]:
     """Return the function and its arguments."""
-    call, args, named = entry.get("call"), [value(item) for item in entry.get("args", ())], {}
+    named: dict[str, Any] = {}
+    call, args = entry.get("call"), [value(item) for item in entry.get("args", ())]
     if not call:
         call, args, named = _by_name(str(entry.get("name", "")))
     found = function("sglang", call)
