@@ -54,18 +54,18 @@ def test_other_flashinfers(toolkit_lab, tmp_path, version):
 
 
 def test_twenty_modules_again(made, tmp_path):
-    """The second run imports once, not once for each module. Sixteen are copies of the smallest: four seconds each."""
+    """The second run imports once, not once for each module. Most are copies of the smallest: four seconds each."""
     mine = Kernels(*made, tmp_path)
-    names = ["silu_and_mul", "gelu_and_mul", "gelu_tanh_and_mul", "page"]
+    names = ["silu_and_mul", "gelu_and_mul", "gelu_tanh_and_mul"]
     first = mine.warm(modules=names)
-    (source,) = mine.cache.glob(".cache/flashinfer/*/*/generated/silu_and_mul/*.cu")
+    (source,) = mine.cache.glob(".cache/flashinfer/*/*/generated/silu_and_mul.cu")
     copies = [
         {"kind": "flashinfer", "call": "jit.core.gen_jit_spec", "args": [f"copy_{number}", [str(source)]]}
-        for number in range(16)
+        for number in range(17)
     ]
     whole = [*names, *copies]
     rest = mine.warm(modules=whole)
-    assert (first["counts"]["compiled"], rest["counts"]["compiled"]) == (4, 16), rest
+    assert (first["counts"]["compiled"], rest["counts"]["compiled"]) == (3, 17), rest
     again = mine.warm(modules=whole)
     assert (again["changed"], again["counts"]["already"]) == (False, 20)
     began = time.monotonic()

@@ -29,11 +29,23 @@ def play(playbook, values, *more):
     return subprocess.run(argv, capture_output=True, check=False, text=True, cwd=TOP, env=env)
 
 
+@pytest.fixture
+def runtime(kernels):
+    """The CPU torch brings no CUDA runtime; with torch for CUDA it is loaded before any kernel."""
+    path = kernels.env.site / "runtime.pth"
+    (library,) = (kernels.env.tree / "lib").glob("libcudart.so.*")
+    path.write_text(f"import ctypes; ctypes.CDLL({str(library)!r}, ctypes.RTLD_GLOBAL)\n")
+    yield
+    path.unlink()
+
+
+@pytest.mark.usefixtures("runtime")
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount")
 def test_the_tag_alone_publishes_and_the_strict_gate_ends_the_run(kernels, tmp_path):
     values = {
         "sglang_server_venv": f"{kernels.env.folder}/venv",
-        "sglang_server_model": "/models/x",
+        "sglang_server_model": f"{tmp_path}/model",
+        "sglang_server_load_format": "dummy",
         "sglang_server_release": "r1",
         "sglang_server_releases_dir": f"{tmp_path}/releases",
         "sglang_server_config_dir": f"{tmp_path}/etc",
@@ -45,10 +57,11 @@ def test_the_tag_alone_publishes_and_the_strict_gate_ends_the_run(kernels, tmp_p
         "sglang_server_jit_derive": False,
         "sglang_server_jit_publish": True,
         "sglang_server_jit_strict": True,
-        "sglang_server_environment": {"LD_LIBRARY_PATH": str(kernels.env.tree / "lib")},
         "cuda_toolkit_fix_arch_list": [kernels.arch],
     }
-    (tmp_path / "etc").mkdir()
+    for name in ("etc", "model"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "model/config.json").write_text('{"model_type": "llama"}')
     (tmp_path / "etc/toolkit.json").write_text((kernels.env.config / "toolkit.json").read_text())
     done = play("playbooks/deploy.yml", values, "--tags", "jit")
     assert done.returncode == 0, done.stdout
