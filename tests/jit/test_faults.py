@@ -140,6 +140,7 @@ def limited(tmp_path):
     group.rmdir()
 
 
+@pytest.mark.matrix
 def test_a_memory_limit_kills_compilers_and_fewer_at_once_fit(kernels, limited):
     if kernels.job().systemd:
         pytest.skip("the worker is a unit here, with a group of its own")
@@ -153,6 +154,7 @@ def test_a_memory_limit_kills_compilers_and_fewer_at_once_fit(kernels, limited):
     good(kernels, *names[:2])
 
 
+@pytest.mark.matrix
 def test_two_environments_take_turns_in_one_cache(kernels, toolkit_lab):
     """Each is the other's stale build: said beforehand, built again by the warm-up, never by a server."""
     other = toolkit_lab.environment("jit-other", PARTS, flashinfer="0.7.2.post1")

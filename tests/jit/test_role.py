@@ -39,6 +39,7 @@ def runtime(kernels):
     path.unlink()
 
 
+@pytest.mark.matrix
 @pytest.mark.usefixtures("runtime")
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount")
 def test_the_tag_alone_publishes_and_the_strict_gate_ends_the_run(kernels, tmp_path):
