@@ -18,26 +18,25 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / ".collections"), str(ROOT / "tests/jit"), str(ROOT / "tests/toolkit")]
 
 import lab  # noqa: E402
-from ansible_collections.gpufleet.sglang.plugins.module_utils._jit_state import compiled  # noqa: E402
-from kernels import BUILDS, Kernels  # noqa: E402
+from ansible_collections.gpufleet.sglang.plugins.module_utils._jit_state import compiled, snapshot  # noqa: E402
+from kernels import BUILDS, SYSTEM, Kernels  # noqa: E402
 
 
 def serve(kernels: Kernels, modules: list[str], processes: int, **more: str) -> tuple[float, float, int]:
     """Start the processes at once; return wall and CPU seconds, and how many modules they compiled."""
-    before, used = kernels.stamps(), resource.getrusage(resource.RUSAGE_CHILDREN)
+    environment = {**kernels.environment, **more}
+    before, used = snapshot(environment), resource.getrusage(resource.RUSAGE_CHILDREN)
     began = time.monotonic()
     argv = [kernels.env.python, str(BUILDS / "serve.py"), "getter", *modules]
     running = [
-        subprocess.Popen(
-            argv, env={**kernels.environment, **more}, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-        )
+        subprocess.Popen(argv, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         for _number in range(processes)
     ]
     if any(process.wait() for process in running):
         raise SystemExit("a process failed")
     wall, now = time.monotonic() - began, resource.getrusage(resource.RUSAGE_CHILDREN)
     cpu = now.ru_utime + now.ru_stime - used.ru_utime - used.ru_stime
-    return wall, cpu, len(compiled(before, kernels.stamps()))
+    return wall, cpu, len(compiled(before, snapshot(environment)))
 
 
 def main() -> None:
@@ -59,7 +58,7 @@ def main() -> None:
             raise SystemExit(built["msg"])
         rows["warm"] = serve(ahead, given.modules, given.processes)
         serving = {"PYTHONPATH": f"{folder}/kernels", "FLASHINFER_DISABLE_JIT": "1"}
-        serving["FLASHINFER_WORKSPACE_BASE"] = f"{folder}/log"
+        serving.update(FLASHINFER_WORKSPACE_BASE=f"{folder}/log", PATH=SYSTEM, CUDA_HOME="/nonexistent")
         rows["published"] = serve(ahead, given.modules, given.processes, **serving)
     made.discard(env)
     print(f"{given.processes} processes load {', '.join(given.modules)}; built ahead in {built['took']:.1f} s")

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import functools
 import importlib
 import inspect
 import os
@@ -24,6 +25,7 @@ from typing import Any
 
 from ansible_collections.gpufleet.sglang.plugins.module_utils._toolkit_elf import broken
 
+NOT_FOR_THIS_GPU = "No supported CUDA architectures"  # flashinfer/compilation_context.py
 READY, MISSING, STALE, BROKEN = "ready", "missing", "stale", "broken"
 DTYPES = {  # as SGLang spells them in the names of its modules
     "bf16_t": "torch.bfloat16",
@@ -204,17 +206,19 @@ def flashinfer_build(module: Module, held: Callable[[], None]) -> None:
 
 def sglang_call(entry: Mapping[str, Any]) -> tuple[Any, list[Any]]:
     """Return the function and its arguments."""
+    named: dict[str, Any] = {}
     call, args = entry.get("call"), [value(item) for item in entry.get("args", ())]
     if not call:
-        call, args = _by_name(str(entry.get("name", "")))
+        call, args, named = _by_name(str(entry.get("name", "")))
     found = function("sglang", call)
+    found = functools.partial(found, **named) if named else found
     # A parameter that a newer release has added means "choose yourself" when it is 0 (num_threads of kvcache).
     needed = [item for item in inspect.signature(found).parameters.values() if item.default is item.empty]
     positional = [item for item in needed if item.kind is not item.KEYWORD_ONLY]
     return found, args + [0] * (len(positional) - len(args))
 
 
-def _by_name(name: str) -> tuple[str, list[Any]]:
+def _by_name(name: str) -> tuple[str, list[Any], dict[str, Any]]:
     """Find the function whose load_jit() makes a module of this name, by reading the engine's source."""
     match = SGLANG_NAME.fullmatch(name)
     root = Path(importlib.import_module("sglang").__path__[0])
@@ -223,24 +227,27 @@ def _by_name(name: str) -> tuple[str, list[Any]]:
         if "load_jit(" not in text:
             continue
         for node in ast.parse(text).body:
-            args = _arguments(node, match["words"]) if isinstance(node, ast.FunctionDef) and match else None
-            if args is not None:
+            found = _arguments(node, match["words"]) if isinstance(node, ast.FunctionDef) and match else None
+            if found is not None:
                 dotted = ".".join(path.relative_to(root).with_suffix("").parts)
-                return f"{dotted}.{node.name}", [value(item) for item in args]  # type: ignore[attr-defined]
+                args, named = found
+                return f"{dotted}.{node.name}", [value(item) for item in args], named  # type: ignore[attr-defined]
     raise UnknownCall(f"sglang has no function that is known to make {name!r}")
 
 
-def _arguments(node: ast.FunctionDef, words: str) -> list[Any] | None:
+def _arguments(node: ast.FunctionDef, words: str) -> tuple[list[Any], dict[str, Any]] | None:
     """Return the arguments with which a function makes a module of this name, None when it makes another one.
 
-    Understood is the usual form: args = make_cpp_args(a, b, is_arch_support_pdl()); load_jit("marker", *args, ...).
+    Understood is the usual form: args = make_cpp_args(a, b, is_arch_support_pdl()); load_jit("marker", *args, ...),
+    where a parameter may choose between two markers.
     """
-    markers, names = [], []
+    markers: dict[str, dict[str, str]] = {}
+    names = []
     for item in ast.walk(node):
         if not isinstance(item, ast.Call) or not isinstance(item.func, ast.Name):
             continue
-        if item.func.id == "load_jit" and item.args and isinstance(item.args[0], ast.Constant):
-            markers.append(str(item.args[0].value))
+        if item.func.id == "load_jit" and item.args:
+            markers.update(_markers(item.args[0]))
         if item.func.id == "make_cpp_args":
             names = [part.id if isinstance(part, ast.Name) else "" for part in item.args]
     marker = next((item for item in markers if words == item or words.startswith(f"{item}_")), None)
@@ -250,12 +257,24 @@ def _arguments(node: ast.FunctionDef, words: str) -> list[Any] | None:
     tokens = _TOKEN.findall(words[len(marker) :])
     if len(tokens) != len(names):
         return None
-    said = dict(zip(names, tokens))
+    said = {**dict(zip(names, tokens)), **markers[marker]}
     required = parameters[: len(parameters) - len(node.args.defaults)]
     if not set(required) <= set(said):
         return None
-    found = [said[item] for item in parameters if item in said]
-    return [_token(item) for item in found]
+    found = [_token(said[item]) for item in parameters if item in said]
+    return found, {item.arg: _token(said[item.arg]) for item in node.args.kwonlyargs if item.arg in said}
+
+
+def _markers(first: ast.expr) -> dict[str, dict[str, str]]:
+    """Return the markers that load_jit's first argument may be, each with what the choosing parameter then is."""
+    if isinstance(first, ast.Constant):
+        return {str(first.value): {}}
+    if isinstance(first, ast.IfExp) and isinstance(first.test, ast.Name):
+        chosen = {"true": first.body, "false": first.orelse}
+        return {
+            str(item.value): {first.test.id: text} for text, item in chosen.items() if isinstance(item, ast.Constant)
+        }
+    return {}
 
 
 def _token(text: str) -> Any:
@@ -308,8 +327,9 @@ def watching(loaded: list[str], *, repair: bool, compile_allowed: bool) -> Itera
 
 def sglang_label(called: Any, args: Sequence[Any]) -> str:
     """Name a call of SGLang's for people, before its library is known."""
-    words = [called.__name__.strip("_").replace("jit_", "").replace("_module", "")]
-    return "_".join([*words, *(str(item).replace("torch.", "") for item in args)])
+    words = [getattr(called, "func", called).__name__.strip("_").replace("jit_", "").replace("_module", "")]
+    named = [f"{key}={item}" for key, item in getattr(called, "keywords", {}).items()]
+    return "_".join([*words, *(str(item).replace("torch.", "") for item in args), *named])
 
 
 def sglang_module(entry: Mapping[str, Any], *, repair: bool = False) -> Module:
@@ -355,17 +375,27 @@ def resolve(entries: Sequence[Mapping[str, Any]], *, repair: bool) -> tuple[list
             if entry["kind"] == "flashinfer":
                 module = flashinfer_module(entry)
                 if module is None:
-                    odd.append({"name": str(entry.get("call")), "state": "unused", "why": "CuTe DSL is used instead"})
+                    odd.append({"name": _called(entry), "state": "unused", "why": "CuTe DSL is used instead"})
                     continue
                 if module.name not in modules:
                     module.state = flashinfer_state(module.spec) if have_ninja else _without_ninja(module)
             else:
                 module = sglang_module(entry, repair=repair)
         except UnknownCall as exc:
-            odd.append({"name": str(entry.get("name") or entry.get("call")), "state": "unknown", "why": str(exc)})
+            odd.append({"name": _called(entry), "state": "unknown", "why": str(exc)})
+            continue
+        except Exception as exc:
+            if isinstance(exc, OSError) and exc.errno:
+                raise  # the disk or the cache, hence all of them
+            state = "unused" if NOT_FOR_THIS_GPU in str(exc) else "failed"
+            odd.append({"name": _called(entry), "kind": entry["kind"], "state": state, "why": f"{exc}" or repr(exc)})
             continue
         modules.setdefault(module.name, module)
     return list(modules.values()), odd
+
+
+def _called(entry: Mapping[str, Any]) -> str:
+    return str(entry.get("name") or entry.get("call"))
 
 
 def _without_ninja(module: Module) -> str:

@@ -14,6 +14,7 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 TEXT = 16_000  # of a failed build's output: enough to say what it was
@@ -59,6 +60,7 @@ class Children:
         if pid == 0:
             os.close(reader)
             os.nice(nice)
+            _expendable()
             run(lambda: work(lambda: _tell(writer, HELD)), jobs, writer)
         os.close(writer)
         self.running[reader] = Child(item, pid, began)
@@ -92,6 +94,12 @@ def run(work: Callable[[], None], jobs: int, writer: int) -> None:
         _tell(writer, "\n".join(lines)[:TEXT].encode())
     finally:
         os._exit(code)
+
+
+def _expendable() -> None:
+    """When memory ends the kernel is to take a compiler, which is tried once more; not the run, and not a server."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("500", encoding="ascii")
 
 
 def _tell(writer: int, data: bytes) -> None:

@@ -26,6 +26,7 @@ from ansible_collections.gpufleet.sglang.plugins.module_utils import (
     _jit_calls,
     _jit_checks,
     _jit_children,
+    _jit_shares,
     _jit_worker,
     _toolkit_elf,
     _toolkit_errors,
@@ -34,7 +35,17 @@ from ansible_collections.gpufleet.sglang.plugins.module_utils._files import File
 from ansible_collections.gpufleet.sglang.plugins.module_utils._runner import Runner
 from ansible_collections.gpufleet.sglang.plugins.module_utils._systemd import SystemdError, show
 
-SHIPPED = (_finding, _jit_bound, _jit_calls, _jit_checks, _jit_children, _jit_worker, _toolkit_elf, _toolkit_errors)
+SHIPPED = (
+    _finding,
+    _jit_bound,
+    _jit_calls,
+    _jit_checks,
+    _jit_children,
+    _jit_shares,
+    _jit_worker,
+    _toolkit_elf,
+    _toolkit_errors,
+)
 PACKAGE = "ansible_collections/gpufleet/sglang/plugins/module_utils"
 CODE = (
     "import sys; sys.path.insert(0, {folder!r}); "

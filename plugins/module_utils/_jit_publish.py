@@ -52,7 +52,7 @@ def record_of(version: str, arch: str, libraries: Mapping[str, Sequence[object]]
 
 
 def of_flashinfer(libraries: Mapping[str, Sequence[object]]) -> dict[str, Sequence[object]]:
-    """Return FlashInfer's among the libraries: SGLang's own are loaded from their cache without a compiler anyway."""
+    """Return FlashInfer's among the libraries: SGLang's own are loaded from their cache without a lock."""
     return {name: item for name, item in libraries.items() if "/cached_ops/" in str(item[0])}
 
 

@@ -28,35 +28,15 @@ from typing import Any
 from ansible_collections.gpufleet.sglang.plugins.module_utils import _jit_bound as bound
 from ansible_collections.gpufleet.sglang.plugins.module_utils import _jit_calls as calls
 from ansible_collections.gpufleet.sglang.plugins.module_utils import _jit_checks as checks
+from ansible_collections.gpufleet.sglang.plugins.module_utils import _jit_shares as shares
 from ansible_collections.gpufleet.sglang.plugins.module_utils._finding import Finding
 from ansible_collections.gpufleet.sglang.plugins.module_utils._jit_children import Children, run
 from ansible_collections.gpufleet.sglang.plugins.module_utils._toolkit_errors import recognise
 
 LOCK = ".gpufleet-jit.lock"
 RESULT, PROGRESS = "result.json", "progress.jsonl"
-SECONDS = {"sampling": 104, "_sm90": 95, "batch_prefill": 53, "norm": 50, "batch_decode": 40}  # H200 host, 16 cores
-LONG = 90
 KILLED = ("signal 9", "Killed", "terminated by signal")
 FIRST_ERROR = ("error", "fatal", "cannot find", "not found", "No such file", "No space", "denied", "Killed")
-
-
-def workers_for(modules: int, cores: int, available: int, per_worker: int, wish: int = 0) -> tuple[int, int]:
-    """Return how many modules to build at once, and how many compilers each may run: memory is the hard limit."""
-    room = max(1, available // max(1, per_worker))
-    workers = max(1, min(modules, wish or min(cores, room)))
-    return workers, max(1, min(cores, room // workers))
-
-
-def weight(module: calls.Module) -> int:
-    """Return about how many seconds a module takes on a large machine: the longest are begun first."""
-    if module.spec is None:
-        return 20
-    return next((seconds for word, seconds in SECONDS.items() if word in module.name), 30)
-
-
-def niceness(module: calls.Module) -> int:
-    """Return by how much a module gives way: to those that end last, and to those that a server cannot wait for."""
-    return 0 if module.spec is None or weight(module) >= LONG else 5
 
 
 def first_error(text: str) -> str:
@@ -89,18 +69,6 @@ def journal(text: str) -> None:
     """Write a line where the unit's journal, or the log file, takes it: this is no module, its output is read."""
     sys.stdout.write(f"{text}\n")
     sys.stdout.flush()
-
-
-def available_memory(meminfo: str = "/proc/meminfo") -> int:
-    """Return how many bytes can be had without swapping; a container's limit counts too."""
-    free = 1 << 62
-    with contextlib.suppress(OSError, ValueError, StopIteration):
-        line = next(line for line in Path(meminfo).read_text().splitlines() if line.startswith("MemAvailable:"))
-        free = int(line.split()[1]) * 1024
-    with contextlib.suppress(OSError, ValueError):
-        limit = int(Path("/sys/fs/cgroup/memory.max").read_text())
-        free = min(free, limit - int(Path("/sys/fs/cgroup/memory.current").read_text()))
-    return free
 
 
 class Worker:
@@ -188,7 +156,7 @@ class Worker:
             self.prepare()
             building = self.request["mode"] == "build"
             modules, odd = calls.resolve(self.request["entries"], repair=building)
-            self.rows += odd
+            self.rows += [{**row, **why(row["why"])} if row["state"] == "failed" else row for row in odd]
             todo = [item for item in modules if item.state != calls.READY]
             ready = [item for item in modules if item.state == calls.READY]
             self.rows += [_row(item, "already") for item in ready]
@@ -203,7 +171,7 @@ class Worker:
                     self.rows += [{**_row(item, "failed"), **_fault(lacks[0])} for item in todo]
                     self.finish(problems=[item.to_dict() for item in lacks])
                     return
-                self.build(sorted(todo, key=weight, reverse=True))
+                self.build(sorted(todo, key=shares.weight, reverse=True))
             self.prove(fresh=bool(todo))
 
     @contextlib.contextmanager
@@ -219,9 +187,9 @@ class Worker:
 
     def build(self, todo: Sequence[calls.Module]) -> None:
         """Build modules side by side; those that were killed once more, with half the workers."""
-        memory = available_memory()
+        memory = shares.available_memory()
         per, cores = int(self.request["memory_per_worker"]), len(os.sched_getaffinity(0))
-        workers, jobs = workers_for(len(todo), cores, memory, per, int(self.request["workers"]))
+        workers, jobs = shares.workers_for(len(todo), cores, memory, per, int(self.request["workers"]))
         self.say(f"building {len(todo)} modules, {workers} at a time ({cores} cores, {memory >> 30} GiB free)")
         killed = self.build_batch(todo, workers, jobs, 0)
         if killed:
@@ -240,7 +208,7 @@ class Worker:
             while queue and len(children.running) < workers:
                 module = queue.pop(0)
                 work = functools.partial(bound.within, self.limit, _build, module)
-                children.start(module, work, jobs, niceness(module))
+                children.start(module, work, jobs, shares.niceness(module))
             self.announce(queue, children, calm=not killed and not last)
             ended = children.wait()
             if ended is None:

@@ -116,7 +116,9 @@ options:
   publish_dir:
     description:
       - Folder for a copy of FlashInfer's modules in the layout of its ahead-of-time loading; empty for none.
-      - Units that have it in E(PYTHONPATH) load from there without a lock and without a compiler.
+      - Units that have it in E(PYTHONPATH) load from there without a lock and without a compiler. SGLang's own kernels
+        are not copied. They are loaded from their cache, where SGLang looks them up by what nvcc and c++ say of their
+        versions, so these stay installed. With E(SGLANG_CRASH_ON_JIT_COMPILE) one that is missing is an error at once.
       - It holds the set of this very call. With a smaller set (another model, fewer O(modules)) the others are gone
         from it, and a server that still runs and asks for one of them only then ends with C(MissingJITCacheError).
       - With O(state=pruned), the folder that holds one such folder for each release.

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,12 +21,23 @@ BUILDS = Path(__file__).parent / "builds"
 SYSTEM = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 
+@contextlib.contextmanager
+def read_only(folder: Path) -> Iterator[None]:
+    """Nobody writes below the folder meanwhile, root neither."""
+    subprocess.run(["mount", "--bind", str(folder), str(folder)], check=True)
+    try:
+        subprocess.run(["mount", "-o", "remount,ro,bind", str(folder)], check=True)
+        yield
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
 @dataclass
 class Served:
     """What a server's calls came to."""
 
     rc: int
-    seconds: dict
+    said: dict | list  # seconds by module, or the libraries that were loaded
     compiled: list
     output: str
 
@@ -90,11 +103,11 @@ class Kernels:
     def stamps(self) -> dict:
         return snapshot(self.environment)
 
-    def serve(self, how: str, *names: str, **environment: str) -> Served:
+    def serve(self, how: str, *names: str, script: str = "serve.py", **environment: str) -> Served:
         """Load modules as a server does, and see what that compiled."""
         before = self.stamps()
         done = subprocess.run(
-            [self.env.python, str(BUILDS / "serve.py"), how, *names],
+            [self.env.python, str(BUILDS / script), how, *names],
             capture_output=True,
             check=False,
             text=True,
@@ -102,8 +115,8 @@ class Kernels:
             env={**self.environment, **environment},
         )
         said = done.stdout.strip().splitlines()
-        seconds = json.loads(said[-1]) if done.returncode == 0 and said else {}
-        return Served(done.returncode, seconds, compiled(before, self.stamps()), done.stdout + done.stderr)
+        last = json.loads(said[-1]) if done.returncode == 0 and said else {}
+        return Served(done.returncode, last, compiled(before, self.stamps()), done.stdout + done.stderr)
 
     def library(self, name: str) -> Path:
         (found,) = self.cache.glob(f".cache/flashinfer/*/*/cached_ops/{name}/{name}.so")

@@ -13,9 +13,14 @@ import time
 from pathlib import Path
 
 import pytest
+from ansible_collections.gpufleet.sglang.plugins.module_utils._jit_bound import descendants
+from ansible_collections.gpufleet.sglang.plugins.module_utils._toolkit_elf import broken
+from conftest import PARTS
+from kernels import Kernels
 
 ROOT = os.geteuid() == 0
 FAST = ["silu_and_mul"]
+MEMORY = 850 << 20  # three at once need 1.2 GiB, one 0.65
 
 
 def codes(result):
@@ -23,11 +28,12 @@ def codes(result):
 
 
 def good(kernels, *names):
-    """The next run builds what is missing, and a server then compiles nothing."""
+    """The next run builds what is missing, and a server then compiles nothing; returns how long the run took."""
     done = kernels.warm(modules=list(names))
     assert not done.get("failed"), done
     served = kernels.serve("getter", *names)
     assert (served.rc, served.compiled) == (0, []), served.output
+    return done["took"]
 
 
 def test_no_ninja_no_compiler(kernels, tmp_path):
@@ -117,29 +123,70 @@ def test_a_compiler_that_hangs(kernels):
     good(kernels, *FAST)
 
 
-def test_killed_at_random_moments(kernels, request):
+@pytest.fixture
+def limited(tmp_path):
+    """A control group whose memory the kernel limits; whatever is in it then leaves it."""
+    v1 = Path("/sys/fs/cgroup/memory")
+    above, limit = (v1, "memory.limit_in_bytes") if v1.is_dir() else (Path("/sys/fs/cgroup"), "memory.max")
+    group = above / f"gpufleet-{os.getpid()}"
+    try:
+        group.mkdir()
+        (group / limit).write_text(f"{MEMORY}")
+    except OSError as exc:
+        pytest.skip(f"no control group with a memory limit can be made: {exc}")
+    yield group
+    for pid in (group / "cgroup.procs").read_text().split():
+        (above / "cgroup.procs").write_text(pid)
+    group.rmdir()
+
+
+@pytest.mark.matrix
+def test_a_memory_limit_kills_compilers_and_fewer_at_once_fit(kernels, limited):
+    if kernels.job().systemd:
+        pytest.skip("the worker is a unit here, with a group of its own")
+    names = ["silu_and_mul", "gelu_and_mul", "gelu_tanh_and_mul"]
+    process = kernels.start(modules=names, workers=3)
+    (limited / "cgroup.procs").write_text(str(kernels.worker_pid()))
+    done = json.loads(process.stdout.read().strip().splitlines()[-1])
+    process.wait()
+    assert any("were killed, as by the kernel when memory ends" in line for line in done["progress"]), done
+    assert not done.get("failed"), done
+    good(kernels, *names[:2])
+
+
+@pytest.mark.matrix
+def test_two_environments_take_turns_in_one_cache(kernels, toolkit_lab):
+    """Each is the other's stale build: said beforehand, built again by the warm-up, never by a server."""
+    other = toolkit_lab.environment("jit-other", PARTS, flashinfer="0.7.2.post1")
+    theirs = Kernels(other, other.module().result["cuda_home"], kernels.folder)
+    good(kernels, *FAST)
+    assert theirs.states(modules=FAST, _check=True) == {FAST[0]: "would_compile"}
+    good(theirs, *FAST)
+    assert kernels.states(modules=FAST, _check=True) == {FAST[0]: "would_compile"}
+    toolkit_lab.discard(other)
+
+
+@pytest.mark.parametrize("times", [2, pytest.param(20, marks=pytest.mark.matrix)])
+def test_killed_at_random_moments(kernels, times):
+    """Every other time the worker alone, whose compilers then go on; the next run ends good each time."""
     if kernels.job().systemd:
         pytest.skip("the worker is a unit here, whose processes end together")
-    full = request.config.getoption("-m") != "not matrix"
-    chance, ends = random.Random(7), 0
-    for _number in range(20 if full else 3):
+    chance, span, broken_ones, ends = random.Random(7), 9.0, 0, 0
+    for number in range(times):
         process = kernels.start(modules=FAST)
         pid = kernels.worker_pid()
-        time.sleep(chance.uniform(0, 9))
-        try:
-            os.kill(pid, signal.SIGKILL)
-            ends += 1
-        except ProcessLookupError:
-            pass
+        time.sleep(chance.uniform(0, span))
         process.kill()
         process.wait()
-        while kernels.job().alive():  # a second start of the module's own
-            time.sleep(0.2)
-        if chance.random() < 0.5:
-            shutil.rmtree(kernels.cache / ".cache", ignore_errors=True)
-    good(kernels, *FAST)
+        for victim in [pid, *(descendants(pid) if number % 2 else ())]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(victim, signal.SIGKILL)
+                ends += victim == pid
+        broken_ones += sum(bool(broken(path)) for path in kernels.stamps())
+        span = good(kernels, *FAST)
+        shutil.rmtree(kernels.cache / ".cache")
     assert ends > 0
-    print(f"killed {ends} times")
+    print(f"{times} times, {ends} of them at work; libraries that were not whole right after: {broken_ones}")
 
 
 def test_a_lost_connection_does_not_lose_the_build(kernels):

@@ -53,23 +53,24 @@ def test_other_flashinfers(toolkit_lab, tmp_path, version):
     toolkit_lab.discard(env)
 
 
-def test_twenty_modules_again(whole, tmp_path):
-    """The second run imports once, not once for each module."""
-    mine = Kernels(*whole, tmp_path)
-    names = ["silu_and_mul", "gelu_and_mul", "gelu_tanh_and_mul", "page", "cascade", "quantization", "rope", "norm"]
-    for dtype in ("bf16", "f16"):
-        for kv in (dtype, "e4m3"):
-            for size in (64, 128, 256):
-                shape = f"dtype_q_{dtype}_dtype_kv_{kv}_dtype_o_{dtype}_dtype_idx_i32_head_dim_qk_{size}"
-                flags = f"head_dim_vo_{size}_posenc_0_use_swa_False_use_logits_cap_False"
-                names.append(f"batch_decode_with_kv_cache_{shape}_{flags}")
-    done = mine.warm(modules=names)
-    assert done["counts"]["compiled"] == len(names) == 20, done
-    again = mine.warm(modules=names)
+def test_twenty_modules_again(made, tmp_path):
+    """The second run imports once, not once for each module. Most are copies of the smallest: four seconds each."""
+    mine = Kernels(*made, tmp_path)
+    names = ["silu_and_mul", "gelu_and_mul", "gelu_tanh_and_mul"]
+    first = mine.warm(modules=names)
+    (source,) = mine.cache.glob(".cache/flashinfer/*/*/generated/silu_and_mul.cu")
+    copies = [
+        {"kind": "flashinfer", "call": "jit.core.gen_jit_spec", "args": [f"copy_{number}", [str(source)]]}
+        for number in range(17)
+    ]
+    whole = [*names, *copies]
+    rest = mine.warm(modules=whole)
+    assert (first["counts"]["compiled"], rest["counts"]["compiled"]) == (3, 17), rest
+    again = mine.warm(modules=whole)
     assert (again["changed"], again["counts"]["already"]) == (False, 20)
     began = time.monotonic()
     assert mine.serve("getter").rc == 0
     once = time.monotonic() - began
-    print(f"20 modules: first {done['took']:.0f} s, again {again['took']:.1f} s; an import alone {once:.1f} s")
+    print(f"20 modules: {first['took'] + rest['took']:.0f} s, again {again['took']:.1f} s; an import {once:.1f} s")
     assert again["took"] < 4 * once + 3  # on an idle machine 5 s; a busy one stretches both
     shutil.rmtree(mine.cache)

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import shutil
-import subprocess
 
 import pytest
-from ansible_collections.gpufleet.sglang.plugins.module_utils._jit_state import compiled
+from ansible_collections.gpufleet.sglang.plugins.module_utils._jit_sets import Asked, derive
 from conftest import PARTS, TOP
-from kernels import BUILDS, Kernels
+from kernels import Kernels, read_only
 
 CONFIG = {
     "model_type": "qwen3", "hidden_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 128,
     "torch_dtype": "bfloat16", "hidden_act": "silu",
 }  # fmt: skip
-OWN = ["clamp_position", "activation", "fused_rope", "qknorm", "kvcache"]
-# nothing of FlashInfer's: that is the other tests'
-ARGV = ["--attention-backend", "triton", "--sampling-backend", "pytorch"]
 
 
 @pytest.fixture(scope="module")
@@ -32,35 +27,42 @@ def engine(toolkit_lab, tmp_path_factory):
     toolkit_lab.discard(env)
 
 
+def own(engine, **environment):
+    """Three kernels, by the calls of a server."""
+    return engine.serve("12.0", script="own.py", **environment)
+
+
 @pytest.mark.matrix
 def test_own_kernels(engine, tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     values = {"SGLANG_USE_CPU_ENGINE": "1", "HF_HUB_OFFLINE": "1", "SGLANG_CACHE_DIR": str(engine.cache)}
-    given = {"derive": True, "model": str(tmp_path), "argv": ARGV, "environment": values}
+    derived, _lines = derive(Asked(CONFIG, "12.0"))
+    given = {"modules": [item for item in derived if item["kind"] == "sglang"], "environment": values}
     first = engine.warm(**given)
-    mine = {row["name"]: row["state"] for row in first["modules"] if row["kind"] == "sglang"}
-    assert len(mine) == len(OWN), first
-    assert set(mine.values()) == {"compiled"}, first
+    assert [row["state"] for row in first["modules"]] == ["compiled"] * 5, first
 
-    before = engine.stamps()
-    done = subprocess.run(
-        [engine.env.python, str(BUILDS / "own.py"), "12.0"],
-        capture_output=True,
-        check=False,
-        text=True,
-        env={**engine.environment, **values},
-        cwd="/",
-    )
-    assert done.returncode == 0, done.stderr
-    assert len(json.loads(done.stdout.strip().splitlines()[-1])) == 3
-    assert compiled(before, engine.stamps()) == []
+    served = own(engine, **values)
+    assert (served.rc, len(served.said), served.compiled) == (0, 3, []), served.output
 
     again = engine.warm(**given)
     assert not again["changed"]
-    names = sorted(row["name"] for row in again["modules"] if row["kind"] == "sglang")
+    names = sorted(row["name"] for row in again["modules"])
     assert all(name.startswith("sgl_kernel_jit_") for name in names)
     # what a canary leaves are names: each leads back to the call that makes it
     known = engine.states(modules=names, environment=values)
     assert known == dict.fromkeys(names, "already")
+    rounded = engine.states(modules=["sgl_kernel_jit_rounded_activation_bf16_t_true"], environment=values, _check=True)
+    assert "unknown" not in rounded.values(), rounded
+
+    # As units serve that may not compile: from the cache, which only the warm-up writes. SGLang looks its kernels up by
+    # what the compilers say of themselves, so these must be there. What is not found is an error at once.
+    serving = {**values, "SGLANG_CRASH_ON_JIT_COMPILE": "1", "PATH": "/usr/bin:/bin"}
+    with read_only(engine.cache):
+        served = own(engine, **serving)
+    assert (served.rc, len(served.said), served.compiled) == (0, 3, []), served.output
+    for change in ({"SGLANG_JIT_CACHE_DIR": str(tmp_path)}, {"CUDA_HOME": "/nonexistent"}):
+        missing = own(engine, **serving, **change)
+        assert (missing.rc, missing.compiled) == (1, [])
+        assert "SGLANG_CRASH_ON_JIT_COMPILE forbids compiling" in missing.output
+    assert not list(tmp_path.rglob("*.so"))
     shutil.rmtree(engine.cache)
     print(f"own kernels: {first['took']:.0f} s, again {again['took']:.1f} s")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import functools
 import json
 import os
 import shutil
@@ -15,6 +16,7 @@ import time
 import pytest
 from ansible_collections.gpufleet.sglang.plugins.module_utils import _jit_calls as calls
 from ansible_collections.gpufleet.sglang.plugins.module_utils import _jit_checks as checks
+from ansible_collections.gpufleet.sglang.plugins.module_utils import _jit_shares as shares
 from ansible_collections.gpufleet.sglang.plugins.module_utils import _jit_worker as worker
 from ansible_collections.gpufleet.sglang.plugins.module_utils._toolkit_elf import broken
 
@@ -34,7 +36,7 @@ GIB = 1 << 30
     ],
 )
 def test_workers_from_cores_and_memory(modules, cores, available, wish, expected):
-    assert worker.workers_for(modules, cores, available, 1126 << 20, wish) == expected
+    assert shares.workers_for(modules, cores, available, 1126 << 20, wish) == expected
 
 
 def test_first_error_is_no_command():
@@ -209,9 +211,9 @@ def test_the_longest_are_begun_first_and_the_rest_gives_way():
     for module in found:
         module.spec = object()
     found += modules("sgl_kernel_jit_x")
-    order = [module.name for module in sorted(found, key=worker.weight, reverse=True)]
+    order = [module.name for module in sorted(found, key=shares.weight, reverse=True)]
     assert order == ["sampling", "batch_prefill_x_sm90", "batch_prefill_x", "norm", "cascade", "sgl_kernel_jit_x"]
-    assert [worker.niceness(module) for module in found] == [5, 5, 0, 0, 5, 0]
+    assert [shares.niceness(module) for module in found] == [5, 5, 0, 0, 5, 0]
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
@@ -233,21 +235,42 @@ def _jit_x_module(head_dim: int, dtype, half: bool = True):
     args = make_cpp_args(head_dim, is_arch_support_pdl(), dtype, half)
     return load_jit("x", *args, cuda_files=["x.cuh"])
 """
+# two modules of one function, as that of the activations makes them
+CHOOSING = """
+def activation_module(dtype, *, fast_math: bool = True):
+    args = make_cpp_args(dtype, is_arch_support_pdl())
+    return load_jit("activation" if fast_math else "rounded_activation", *args)
+"""
 
 
 @pytest.mark.parametrize(
-    ("name", "expected"),
+    ("getter", "words", "expected"),
     [
-        ("sgl_kernel_jit_x_128_true_bf16_t_false", [128, "torch.bfloat16", False]),
-        ("sgl_kernel_jit_x_64_false_fp8_e4m3_t_true_0123456789abcdef", [64, "torch.float8_e4m3fn", True]),
-        ("sgl_kernel_jit_x_128_true_bf16_t", None),  # of a release with fewer parameters
-        ("sgl_kernel_jit_xy_128_true_bf16_t_true", None),
+        (GETTER, "x_128_true_bf16_t_false", ([128, "torch.bfloat16", False], {})),
+        (GETTER, "x_64_false_fp8_e4m3_t_true_0123456789abcdef", ([64, "torch.float8_e4m3fn", True], {})),
+        (GETTER, "x_128_true_bf16_t", None),  # of a release with fewer parameters
+        (GETTER, "xy_128_true_bf16_t_true", None),
+        (CHOOSING, "activation_bf16_t_true", (["torch.bfloat16"], {"fast_math": True})),
+        (CHOOSING, "rounded_activation_fp16_t_true", (["torch.float16"], {"fast_math": False})),
     ],
 )
-def test_a_name_of_sglangs_tells_the_arguments(name, expected):
-    (node,) = ast.parse(GETTER).body
-    words = calls.SGLANG_NAME.fullmatch(name)["words"]
-    assert calls._arguments(node, words) == expected
+def test_a_name_of_sglangs_tells_the_arguments(getter, words, expected):
+    (node,) = ast.parse(getter).body
+    name = calls.SGLANG_NAME.fullmatch(f"sgl_kernel_jit_{words}")
+    assert calls._arguments(node, name["words"]) == expected
+
+
+def test_two_variants_of_one_call_have_labels_of_their_own():
+    def activation_module(dtype, *, fast_math=True):
+        """Only its name counts."""
+
+    variants = [functools.partial(activation_module, fast_math=value) for value in (True, False)]
+    labels = [calls.sglang_label(called, ["torch.bfloat16"]) for called in (activation_module, *variants)]
+    assert labels == [
+        "activation_bfloat16",
+        "activation_bfloat16_fast_math=True",
+        "activation_bfloat16_fast_math=False",
+    ]
 
 
 def test_the_worker_needs_nothing_of_ansible(tmp_path):
@@ -292,3 +315,39 @@ def test_only_the_longest_are_split_and_the_users_flags_stay(monkeypatch):
     for name in ("norm", "sampling"):
         worker._build(calls.Module("flashinfer", name, {}, spec=argparse.Namespace()), lambda: None)
     assert seen == ["-lineinfo", "-lineinfo --split-compile=8"]
+
+
+    ("exc", "expected"),
+    [
+        (
+            OSError("CUDA_HOME environment variable is not set."),
+            ("failed", "CUDA_HOME environment variable is not set."),
+        ),
+        (RuntimeError("No supported CUDA architectures found for major versions [10]."), ("unused", "No supported")),
+        (TypeError(), ("failed", "TypeError()")),
+        (calls.UnknownCall("flashinfer.x: no such"), ("unknown", "flashinfer.x: no such")),
+    ],
+)
+def test_an_entry_that_raises_is_named_and_the_others_go_on(monkeypatch, exc, expected):
+    def call(entry):
+        if entry["name"] == "odd":
+            raise exc
+        return calls.Module("flashinfer", entry["name"], entry)
+
+    monkeypatch.setattr(calls, "flashinfer_module", call)
+    monkeypatch.setattr(calls, "flashinfer_state", lambda _spec: calls.READY)
+    monkeypatch.setattr(calls, "_without_ninja", lambda _module: calls.READY)
+    entries = [{"kind": "flashinfer", "name": name} for name in ("odd", "norm")]
+    found, (odd,) = calls.resolve(entries, repair=False)
+    assert [module.name for module in found] == ["norm"]
+    assert odd["name"] == "odd"
+    assert (odd["state"], odd["why"][: len(expected[1])]) == expected
+
+
+def test_a_full_disk_is_no_single_entrys_fault(monkeypatch):
+    def call(_entry):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(calls, "flashinfer_module", call)
+    with pytest.raises(OSError, match="No space"):
+        calls.resolve([{"kind": "flashinfer", "name": "norm"}], repair=False)
