@@ -89,11 +89,14 @@ def inputs(report: Mapping[str, Any]) -> tuple[list[str], Facts]:
         known["compiling"] = True
     if re.search(
         r"\b(?:several|parallel|concurrent\w*|simultaneous\w*|multiple|many|all) \w*\s?(?:start"
-        r"|server|process|launch|engine|instance|replica)\w*|at (?:once|the same time)|under parallel",
+        r"|server|process|launch|engine|instance|replica)\w*|\b(?:start|launch|r[ua]n|build|compil)\w*\b.{0,90}"
+        r"\bat (?:once|the same time)|under parallel",
         told,
         re.I,
     ):
         known["several_starting"] = True
+    if re.search(r"\bLFS pointer", told):
+        known["model_problem"] = ("weights_corrupt", told)
     if re.search(r"\b(?:old|stale|outdated) (?:kernel|\.so|module|cubin|cache)", told, re.I):
         known["cache_damage"] = told
     if re.search(

@@ -150,6 +150,8 @@ def _application_xid(hit: re.Match[str]) -> bool:
     return any(number in APPLICATION_XID for number in xids(hit.string))
 
 
+# Where compiled kernels are kept; wider words for it would also fit packages.
+KERNEL_CACHE = r"(?:\.cache|cached_ops|torch_extensions|\.triton|torchinductor)"
 _NODE = r"/dev/nvidia(?:\d+|ctl|-uvm(?:-tools)?|-modeset|-caps\S*)?"
 _DENIED = (
     r"(?:permission denied|operation not permitted|no such file|not permitted|missing"
@@ -258,10 +260,15 @@ DEVICE_RULES = (
         "driver_too_old",
         r"driver on your system is too old|CUDA driver version is insufficient"
         r"|Please update your GPU driver|unsatisfied condition: (?:cuda|driver|brand)"
-        r"|undefined symbol:? \W?(?-i:cu[A-Z]\w+)"
         r"|InsufficientDriver|driver is (?:too old|outdated)|requires (?:a )?(?:newer"
         r"|minimum) (?:NVIDIA )?driver|minimum (?:required )?driver version|STUB_LIBRARY"
         r"|CUDA driver is a stub",
+    ),
+    rule(
+        "driver_too_old",
+        "driver_too_old",
+        r"undefined symbol:? \W?(?-i:cu[A-Z]\w+)",
+        no=rf"{KERNEL_CACHE}\S*\.so",  # built here, and not to be loaded: that is the cache's fault
     ),
     rule(
         "driver_too_old",

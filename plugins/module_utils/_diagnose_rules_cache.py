@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from ansible_collections.gpufleet.sglang.plugins.module_utils._diagnose_rules import HINT, rule
+from ansible_collections.gpufleet.sglang.plugins.module_utils._diagnose_rules import HINT, KERNEL_CACHE, rule
 
 CACHE_PATH = (
     r"(?:\.cache\b|/cache/|[\w-]*cache[\w-]*/|cached_ops|\.triton\b|torchinductor"
@@ -115,7 +115,7 @@ CACHE_RULES = (
     rule(
         "jit_cache_bad",
         "jit_cache_stale",
-        r"(?:\.cache|cached_ops|torch_extensions|\.triton|torchinductor)\S*\.so: undefined symbol"
+        rf"{KERNEL_CACHE}\S*\.so: undefined symbol"
         r"|(?:stale|outdated|old)\b.{0,30}\b(?:cached?|jit|compiled) (?:kernel|module|\.so|cache"
         r"|entr)|(?:cached?|jit)\b.{0,30}\b(?:is |are |was )?(?:stale|outdated)\b",
     ),

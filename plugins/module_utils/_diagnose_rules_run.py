@@ -152,7 +152,7 @@ MEMORY_RULES = (
         "gpu_oom",
         r"(?:CUDA graphs?|graph capture|GPU|VRAM)\b.{0,60}\b(?:out[- ]of[- ]memory|OOM\b(?!.?kill))"
         r"|\b(?:out[- ]of[- ]memory|OOM\b(?!.?kill)).{0,60}\b(?:CUDA graphs?|graph capture|GPU|VRAM)"
-        r"|CUDA out of memory|OutOfMemoryError|CUDA error: out of memory|cudaErrorMemoryAllocation"
+        r"|CUDA(?: error)?\b.{0,20}\bout of memory|OutOfMemoryError|cudaErrorMemoryAllocation"
         r"|CUDA_ERROR_OUT_OF_MEMORY|(?:CUDNN|CUBLAS)_STATUS_ALLOC_FAILED"
         r"|CUBLAS_STATUS_NOT_INITIALIZED|HIP out of memory|Failed to (?:allocate"
         r"|cuda)\w* .{0,40}(?:GPU|device) memory|NCCL.{0,60}(?:Failed to CUDA (?:malloc|calloc)"
@@ -345,6 +345,11 @@ RUN_RULES = (
         r"|cudaError(?:IllegalAddress|LaunchFailure|MisalignedAddress|Assert|IllegalInstruction)"
         r"|Segmentation fault|SIGSEGV|Warp (?:Illegal|Out-of-range|Misaligned)",
         no=r"Device-side assertions were explicitly omitted|TORCH_USE_CUDA_DSA",
+    ),
+    rule(  # the same by number, as drivers and libraries report it
+        "cuda_kernel_fault",
+        "cuda_kernel_fault",
+        r"\b(?:CUDA\b.{0,20}\b(?:error|failure|status)|cudaError(?:_t)?|CUresult|tensor map)\b\W{0,3}(?:code )?7(?:00|1[4-9])\b",
     ),
     rule(
         "output_wrong",
