@@ -193,14 +193,6 @@ def capability(about: str) -> str:
 
 def answers(excerpt: str, told: str, stage: str) -> list[Answer]:
     """Return what the probe would have got."""
-    if re.search(
-        r"\bcontent['\"]?\s*[:=]\s*(?:null|None|''|\"\"|$)|content:? [\"']{2}|(?:empty|no|null"
-        r"|blank) (?:\w+ )?content|content (?:is |was )?(?:empty|null|None|missing)|(?:empty"
-        r"|blank) (?:answer|response|output|completion|message)",
-        excerpt,
-        re.I,
-    ):
-        return [Answer(text="", chat=True, finish="stop")]
     wrong = re.search(
         r"wrong output|garbage|gibberish|nonsense|incoherent|corrupt\w* output|repeat|degenerat",
         f"{stage}; {told}",
@@ -214,6 +206,14 @@ def answers(excerpt: str, told: str, stage: str) -> list[Answer]:
     )
     if wrong or nonsense:
         return [Answer(text=excerpt, reads_wrong=True)]
+    if re.search(
+        r"\bcontent['\"]?\s*[:=]\s*(?:null|None|''|\"\"|$)|content:? [\"']{2}|(?:empty|no|null"
+        r"|blank) (?:\w+ )?content|content (?:is |was )?(?:empty|null|None|missing)|(?:empty"
+        r"|blank) (?:answer|response|output|completion|message)",
+        excerpt,
+        re.I,
+    ):
+        return [Answer(text="", chat=True, finish="stop")]
     if re.search(r"NaN", told) and re.search(r"logit|prob|output", told, re.I):
         return [Answer(text=excerpt, logprobs=(float("nan"),))]
     quoted = re.findall(

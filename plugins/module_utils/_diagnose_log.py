@@ -159,6 +159,7 @@ class Reader:
         self._left = 0
         self._fatal: Event | None = None  # a fatal error whose frames may follow
         self._current = False  # ... and these are of the thread it happened in
+        self._quoted: Event | None = None  # a compiler's error, whose source line may follow
         self._seen: set[str] = set()
         self._phase_lines = 0
 
@@ -193,7 +194,8 @@ class Reader:
             log.ignored.append(line[:MAX_TEXT])
         if not log.ended and WRAPPER.search(line):
             self._wrapper(line)
-        self._line(line, rank, stamped=line is not text)
+        # where every line has a prefix, those of one message are told by their indent
+        self._line(line, rank, stamped=line is not text and not line[:1].isspace())
 
     def finish(self) -> Log:
         """Return what was read."""
@@ -233,6 +235,10 @@ class Reader:
             self._frames = [*self._frames, f"{frame['file']}:{frame['name']}"][-MAX_FRAMES:]
             if "file_baton" in frame["file"]:
                 self._add(Event("frame", line.strip(), self.log.count, rank=rank))
+            return
+        quoted, self._quoted = self._quoted, None
+        if quoted and line[:1].isspace():
+            quoted.text = f"{quoted.text} {line.strip()}"[:MAX_TEXT]
             return
         if self._frames and line[:1].isspace() and not _EXCEPTION.match(line.strip()):
             return  # source text
@@ -307,7 +313,9 @@ class Reader:
                 kind = "exception"
             elif re.match(r"(?:\S+\.py:\d+: )?\w*Warning: |WARNING\b|\S+: warning: ", line):
                 kind = "warning"
-        self._add(Event(kind, line[:MAX_TEXT], self.log.count, rank=rank))
+        event = Event(kind, line[:MAX_TEXT], self.log.count, rank=rank)
+        self._quoted = event if kind == "compiler" else None
+        self._add(event)
 
     def _add(self, event: Event) -> None:
         key = f"{event.kind}{event.text}"

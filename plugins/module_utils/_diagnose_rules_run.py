@@ -24,7 +24,8 @@ GPU_RULES = (
         r"|CUDA arch)|does(?: not|n't) (?:currently )?support (?:SM ?\d|sm_?\d|compute capability"
         r"|this GPU|your GPU|GPU|device capability|Blackwell|Hopper)|Unsupported (?:SM|GPU"
         r"|compute capability|architecture|device capability|arch|CUDA arch)\b(?! ?(?:list))"
-        r"|not (?:implemented|available|built) (?:on|for) (?:this |sm_?|SM ?|arch|GPU|compute)",
+        r"|not (?:implemented|available|built) (?:on|for) (?:this |sm_?|SM ?|arch|GPU|compute)"
+        r"|(?:requires?|needs?) (?:a )?(?:device|GPU)\b.{0,20}\bcapability|\bGPU has (?:compute )?capability",
         no=r"Unsupported gpu architecture|FlashInfer requires (?:GPUs with )?sm|requires CUDA"
         r"|does not recognize|driver|Falling back|fallback|No supported|Model architectures"
         r"|are not supported for now|unavailable:",
@@ -189,7 +190,7 @@ MEMORY_RULES = (
     rule(
         "dev_shm_too_small",
         "dev_shm_too_small",
-        r"creating shared memory segment|/dev/shm\S*.{0,120}(?:No space left|ENOSPC|Errno 28"
+        r"creating shared memory segment|\bNCCL\b.{0,80}(?:No space left|ENOSPC)|/dev/shm\S*.{0,120}(?:No space left|ENOSPC|Errno 28"
         r"|too small|is full|insufficient|not enough)|(?:No space left|ENOSPC|Errno 28"
         r"|not enough space|too small|insufficient).{0,120}/dev/shm|insufficient shared memory"
         r"|out of shared memory|unable to (?:write|resize|allocate) (?:to )?(?:file"
