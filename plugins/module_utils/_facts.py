@@ -12,6 +12,7 @@ import re
 import shutil
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -111,12 +112,14 @@ def collect(runner: Runner, instance: Instance, seen: Seen, proc: str = "/proc")
     threads = [threading.Thread(target=run, args=(job,), daemon=True) for job in jobs]
     for thread in threads:
         thread.start()
+    until = time.monotonic() + LIMIT + 1.0  # for all together: a host that is slow is slow in each
     for thread in threads:
-        thread.join(LIMIT + 1.0)
+        thread.join(max(0.0, until - time.monotonic()))
     killed = seen.oom_kills
     if killed is None and seen.failed and (found.get("kernel") or unified_memory()):
         killed = 0 if seen.result != "oom-kill" else 1  # systemd reads the counter itself and says so
-    known = {key: value for key, value in found.items() if key in Facts.__dataclass_fields__}
+    in_time = dict(found)  # those that are late still write
+    known = {key: value for key, value in in_time.items() if key in Facts.__dataclass_fields__}
     return Facts(
         failed=seen.failed,
         phase=seen.phase,
