@@ -243,12 +243,17 @@ DEVICE_RULES = (
     rule(
         "gpu_access_denied",
         "uvm_device_missing",
-        rf"CUDA unknown error|\bcuda\w*\b.{{0,30}}\berror 999|cudaErrorUnknown\b|CUDA_ERROR_UNKNOWN"
+        rf"CUDA:? (?:error: )?unknown error|\bcuda\w*\b.{{0,30}}\berror 999|cudaErrorUnknown\b|CUDA_ERROR_UNKNOWN"
         rf"|cuInit\D{{0,20}}999|{_NODE}\b.{{0,40}}{_DENIED}"
         rf"|{_DENIED}.{{0,30}}{_NODE}|nvidia.?uvm.{{0,30}}(?:missing|not loaded|not found|major)"
         r"|CUDA_ERROR_NOT_PERMITTED"
-        r"|cudaErrorNotPermitted|CUDA_ERROR_OPERATING_SYSTEM|\bError 304\b"
-        r"|OS call failed or operation not supported on this OS",
+        r"|cudaErrorNotPermitted",
+    ),
+    rule(  # what the driver says for want of anything better: a plainer word beside it is the cause
+        "gpu_access_denied",
+        "device_cgroup_denied",
+        r"CUDA_ERROR_OPERATING_SYSTEM|\bError 304\b|OS call failed or operation not supported on this OS",
+        HINT,
     ),
     rule(
         "gpu_access_denied",

@@ -36,6 +36,7 @@ BUILD_RULES = (
         r"|could not|unable to|failed to) (?:find|locate|execute|run) (?:the )?\W?nvcc|which: no nvcc"
         r"|NVCC (?:compiler )?(?:is )?(?:not found|missing|unavailable)|nvcc is not (?:installed"
         r"|available|in)|Could not find (?:the )?CUDA (?:installation|toolkit|compiler)",
+        no=r"(?<![\w.])/usr/bin/nvcc: not found",
     ),
     rule(
         "nvcc_not_found",
@@ -59,7 +60,7 @@ BUILD_RULES = (
         "cuda_home_invalid",
         "cuda_home_invalid",
         rf"fatal error: {_STD_HEADER}: No such file|#include_next <{_STD_HEADER}>"
-        r"|/usr/bin/nvcc\b.*-isystem /usr/include\b",
+        r"|/usr/bin/nvcc\b.*-isystem /usr/include\b|(?<![\w.])/usr/bin/nvcc: not found",
     ),
     rule(
         "toolkit_incomplete",

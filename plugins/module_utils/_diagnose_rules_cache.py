@@ -248,7 +248,7 @@ LIBRARY_RULES = (
         r"|operator \w+::\w+ does not exist|(?:sgl_kernel|flashinfer|vllm|_C)::\w+\(\) (?:is missing"
         r"|expected|Expected|takes)|Torch not compiled with CUDA|not compiled with CUDA (?:enabled"
         r"|support)|schema.{0,30}mismatch|Could not import module"
-        r"|Descriptors cannot be created directly",
+        r"|Descriptors cannot be created directly|\brequires [\"'`][\w.\[\]-]+[\"'`] to be installed",
         no=r"No module named '?ninja|Ignore import|transformers_modules",
     ),
     rule(

@@ -184,7 +184,7 @@ MEMORY_RULES = (
     rule(
         "host_oom",
         "host_oom_killed",
-        r"Exit code: -9\b|exit code:? -9\)|exitcode:? -?9\b|exit code -9\b|died.{0,40}SIGKILL",
+        r"Exit code: -9\b|exit code:? -9\)|exitcode:? -?9\b|(?:exit|return) code (?:= )?-9\b|died.{0,40}SIGKILL",
         SYMPTOM,
     ),
     rule(
