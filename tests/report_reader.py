@@ -108,7 +108,8 @@ def inputs(report: Mapping[str, Any]) -> tuple[list[str], Facts]:
         known["children_dead"], known["health_ok"] = ["scheduler"], True
     if re.search(
         r"no further|never (?:becomes|opens|returns|finish|ready)|\bhang\w*|hung|stuck|waits? without"
-        r"|no tokens? (?:is |are )?(?:generated|comes?)|stay\w* at (?:zero|0)|nothing (?:more|happens)|stands still|waits? for ever",
+        r"|no tokens? (?:is |are )?(?:generated|comes?)"
+        r"|stay\w* at (?:zero|0)|nothing (?:more|happens)|stands still|waits? for ever",
         said,
         re.I,
     ):

@@ -55,7 +55,9 @@ _TOTAL = re.compile(
 _ARCH = re.compile(r"(?:compute|sm)_(?P<arch>\d+)[af]?")
 _STALL_LINE = re.compile(r"Init torch distributed begin|Init parallel begin|sglang is using nccl|Load weight begin")
 _BUSY_LINE = re.compile(
-    r"Building JIT module|can take several minutes|JIT (?:Pre-?Compile|code generation)|Compiling .*kernels?\b|Try DeepGEMM", re.I
+    r"Building JIT module|can take several minutes|JIT (?:Pre-?Compile|code generation)|Compiling .*kernels?\b"
+    r"|Try DeepGEMM",
+    re.I,
 )
 _HEALTH = re.compile(r"Health check failed|couldn.t get a response from detokenizer")
 

@@ -42,6 +42,9 @@ COPED = re.compile(
     re.IGNORECASE,
 )
 
+# Python's way to ask whether something is installed: what came while that was handled says more.
+OPTIONAL = re.compile(r"(?:\|\s*)*(?:ModuleNotFoundError|ImportError)\b")
+
 
 @dataclass(frozen=True)
 class Rule:
@@ -108,6 +111,8 @@ def match(rules: Sequence[Rule], events: Iterable[Event]) -> list[Sign]:
             if plain and item.strength == CAUSE and FALLBACK.search(event.text) and "CUDA error" not in event.text:
                 continue
             strength, coped = item.strength, plain and bool(COPED.search(event.text))
+            if event.handled and OPTIONAL.match(event.text):
+                strength = HINT
             if event.kind == "warning" and strength == CAUSE:
                 if item.code not in WARNINGS:
                     continue
@@ -341,7 +346,7 @@ UNIT_RULES = (
         "unit_env_missing",
         r"KeyError: '(?:USER|LOGNAME|HOME|PATH|[A-Z]{2,}_[A-Z_]+)'"
         r"|environment variable '?\"?[A-Z_]{3,}'?\"? (?:is )?(?:not set|missing|required)"
-        r"|[A-Z]{2,}_[A-Z_]+ is not set\b",
+        r"|\b[A-Z]{2,}_[A-Z_]+ is not set\b",
         no=r"CUDA_HOME|CUDA_PATH|CUDA_ROOT|CUDA_ARCH|arch_list|HF_TOKEN|defaulting to|using default|will be",
     ),
     rule("unit_misconfigured", "unit_env_missing", r"(?:^|[\s'\"=])\./\.(?:cache|config|local|llamafile|triton|nv)\b"),

@@ -67,7 +67,7 @@ BUILD_RULES = (
         "cuda_lib64_missing",
         rf"cannot find -l{_CUDA_LIB}\b|(?:cannot|could not|unable to) (?:find"
         rf"|locate)\W+lib{_CUDA_LIB}(?:\.so|\.a)\b(?!\.\d)|library not found for -l{_CUDA_LIB}\b"
-        rf"|ld.*{_CUDA_LIB}\.so: No such file",
+        rf"|ld.*{_CUDA_LIB}\.so: No such file|\bld(?:\.\w+)? ?: .{{0,40}} -l{_CUDA_LIB}(?!\w)",  # in any language
         no=r"libcuda\.so\.1|libnvidia-ml",
     ),
     rule(

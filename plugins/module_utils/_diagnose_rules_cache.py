@@ -8,7 +8,7 @@ from __future__ import annotations
 from ansible_collections.gpufleet.sglang.plugins.module_utils._diagnose_rules import HINT, KERNEL_CACHE, rule
 
 CACHE_PATH = (
-    r"(?:\.cache\b|/cache/|[\w-]*cache[\w-]*/|cached_ops|\.triton\b|torchinductor"
+    r"(?:\.cache\b|cache[\w-]*/|cached_ops|\.triton\b|torchinductor"
     r"|torch_extensions|inductor|deep_gemm|tvm.?ffi"
     r"|cubins?\b|\.config\b|\.nv\b|\.flashinfer|jit|tilelang|flashinfer_cubin|/tmp/)"
 )
@@ -125,7 +125,7 @@ CACHE_RULES = (
         r"(?:Permission denied|Read-only file system|Operation not permitted|PermissionError"
         r"|not writable|EACCES|EROFS|os error 13|os error 30|\[Errno 13\]"
         rf"|\[Errno 30\]).*(?:{CACHE_PATH}|/root\b|/home/|/nonexistent|/var/lib/|/projects/)"
-        rf"|(?:{CACHE_PATH}|/root|/home/\S*)\S*['\"]?:? ?\W{{0,3}}(?:is )?(?:Permission denied"
+        rf"|(?:{CACHE_PATH}|/root|/home/)\S{{0,200}}['\"]?:? ?\W{{0,3}}(?:is )?(?:Permission denied"
         r"|Read-only file system|not writable)|(?<!\[Autotuner\]: )(?:cannot|can't|could not|unable to"
         rf"|failed to) (?:create|write|make|open)\b.{{0,60}}(?:cache|\.triton|inductor)",
         no=r"/dev/nvidia|config\.json|safetensors|\.bin\b|(?:bin|lib)/nvcc|/models?/\S+\.(?:json"

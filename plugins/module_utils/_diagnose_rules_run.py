@@ -190,8 +190,9 @@ MEMORY_RULES = (
     rule(
         "dev_shm_too_small",
         "dev_shm_too_small",
-        r"creating shared memory segment|\bNCCL\b.{0,80}(?:No space left|ENOSPC)|/dev/shm\S*.{0,120}(?:No space left|ENOSPC|Errno 28"
-        r"|too small|is full|insufficient|not enough)|(?:No space left|ENOSPC|Errno 28"
+        r"creating shared memory segment|\bNCCL\b.{0,80}(?:No space left|ENOSPC)"
+        r"|/dev/shm\S*.{0,120}(?:No space left|ENOSPC|Errno 28|too small|is full|insufficient|not enough)"
+        r"|(?:No space left|ENOSPC|Errno 28"
         r"|not enough space|too small|insufficient).{0,120}/dev/shm|insufficient shared memory"
         r"|out of shared memory|unable to (?:write|resize|allocate) (?:to )?(?:file"
         r"|shared memory)\b.{0,40}/?torch_|Bus error.{0,60}(?:shm|shared memory)"
@@ -344,13 +345,10 @@ RUN_RULES = (
         r"|unspecified launch failure|invalid program counter|hardware stack error"
         r"|CUDA error: an illegal|CUBLAS_STATUS_EXECUTION_FAILED|CUDNN_STATUS_EXECUTION_FAILED"
         r"|cudaError(?:IllegalAddress|LaunchFailure|MisalignedAddress|Assert|IllegalInstruction)"
-        r"|Segmentation fault|SIGSEGV|Warp (?:Illegal|Out-of-range|Misaligned)",
+        r"|Segmentation fault|SIGSEGV|Warp (?:Illegal|Out-of-range|Misaligned)"
+        r"|\b(?:CUDA\b.{0,20}\b(?:error|failure|status)|cudaError(?:_t)?|CUresult|tensor map)\b\W{0,3}(?:code )?"
+        r"7(?:00|1[4-9])\b",  # the same by number, as drivers and libraries report it
         no=r"Device-side assertions were explicitly omitted|TORCH_USE_CUDA_DSA",
-    ),
-    rule(  # the same by number, as drivers and libraries report it
-        "cuda_kernel_fault",
-        "cuda_kernel_fault",
-        r"\b(?:CUDA\b.{0,20}\b(?:error|failure|status)|cudaError(?:_t)?|CUresult|tensor map)\b\W{0,3}(?:code )?7(?:00|1[4-9])\b",
     ),
     rule(
         "output_wrong",

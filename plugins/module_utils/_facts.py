@@ -276,9 +276,10 @@ def _weights(instance: Instance) -> dict[str, Any]:
     if not path.startswith("/"):
         return {}
     found = errors(_model.problems(_model.inspect(path), {_option(instance, "--load-format")}, offline=False))
-    pointers = [item for item in found if item.code == "model_pointers"]
-    code = "weights_corrupt" if pointers else "model_unavailable"
-    return {"model_problem": (code, item.message) for item in (pointers or found)[:1]}
+    if not found:
+        return {}
+    pointer = next((item for item in found if item.code == "model_pointers"), None)
+    return {"model_problem": ("weights_corrupt" if pointer else "model_unavailable", (pointer or found[0]).message)}
 
 
 def _tools(instance: Instance) -> dict[str, Any]:
