@@ -89,11 +89,14 @@ def inputs(report: Mapping[str, Any]) -> tuple[list[str], Facts]:
         known["compiling"] = True
     if re.search(
         r"\b(?:several|parallel|concurrent\w*|simultaneous\w*|multiple|many|all) \w*\s?(?:start"
-        r"|server|process|launch|engine|instance|replica)\w*|at (?:once|the same time)|under parallel",
+        r"|server|process|launch|engine|instance|replica)\w*|\b(?:start|launch|r[ua]n|build|compil)\w*\b.{0,90}"
+        r"\bat (?:once|the same time)|under parallel",
         told,
         re.I,
     ):
         known["several_starting"] = True
+    if re.search(r"\bLFS pointer", told):
+        known["model_problem"] = ("weights_corrupt", told)
     if re.search(r"\b(?:old|stale|outdated) (?:kernel|\.so|module|cubin|cache)", told, re.I):
         known["cache_damage"] = told
     if re.search(
@@ -105,6 +108,7 @@ def inputs(report: Mapping[str, Any]) -> tuple[list[str], Facts]:
         known["children_dead"], known["health_ok"] = ["scheduler"], True
     if re.search(
         r"no further|never (?:becomes|opens|returns|finish|ready)|\bhang\w*|hung|stuck|waits? without"
+        r"|no tokens? (?:is |are )?(?:generated|comes?)"
         r"|stay\w* at (?:zero|0)|nothing (?:more|happens)|stands still|waits? for ever",
         said,
         re.I,
@@ -190,14 +194,6 @@ def capability(about: str) -> str:
 
 def answers(excerpt: str, told: str, stage: str) -> list[Answer]:
     """Return what the probe would have got."""
-    if re.search(
-        r"\bcontent['\"]?\s*[:=]\s*(?:null|None|''|\"\"|$)|content:? [\"']{2}|(?:empty|no|null"
-        r"|blank) (?:\w+ )?content|content (?:is |was )?(?:empty|null|None|missing)|(?:empty"
-        r"|blank) (?:answer|response|output|completion|message)",
-        excerpt,
-        re.I,
-    ):
-        return [Answer(text="", chat=True, finish="stop")]
     wrong = re.search(
         r"wrong output|garbage|gibberish|nonsense|incoherent|corrupt\w* output|repeat|degenerat",
         f"{stage}; {told}",
@@ -211,6 +207,14 @@ def answers(excerpt: str, told: str, stage: str) -> list[Answer]:
     )
     if wrong or nonsense:
         return [Answer(text=excerpt, reads_wrong=True)]
+    if re.search(
+        r"\bcontent['\"]?\s*[:=]\s*(?:null|None|''|\"\"|$)|content:? [\"']{2}|(?:empty|no|null"
+        r"|blank) (?:\w+ )?content|content (?:is |was )?(?:empty|null|None|missing)|(?:empty"
+        r"|blank) (?:answer|response|output|completion|message)",
+        excerpt,
+        re.I,
+    ):
+        return [Answer(text="", chat=True, finish="stop")]
     if re.search(r"NaN", told) and re.search(r"logit|prob|output", told, re.I):
         return [Answer(text=excerpt, logprobs=(float("nan"),))]
     quoted = re.findall(

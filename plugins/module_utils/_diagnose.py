@@ -55,7 +55,9 @@ _TOTAL = re.compile(
 _ARCH = re.compile(r"(?:compute|sm)_(?P<arch>\d+)[af]?")
 _STALL_LINE = re.compile(r"Init torch distributed begin|Init parallel begin|sglang is using nccl|Load weight begin")
 _BUSY_LINE = re.compile(
-    r"Building JIT module|can take several minutes|JIT Pre-?Compile|Compiling .*kernels?\b|Try DeepGEMM", re.I
+    r"Building JIT module|can take several minutes|JIT (?:Pre-?Compile|code generation)|Compiling .*kernels?\b"
+    r"|Try DeepGEMM",
+    re.I,
 )
 _HEALTH = re.compile(r"Health check failed|couldn.t get a response from detokenizer")
 
@@ -123,8 +125,9 @@ def log_signs(log: Log, facts: Facts) -> list[Sign]:
         signs.append(Sign("engine_stalled", "nccl_init_hang", SYMPTOM, last, log.count))
     if re.search(r"(?:^|/)(?:cicc|nvcc|ptxas|cc1plus) +-", last) and not any(e.kind != "log" for e in events):
         signs.append(Sign("state_busy", "jit_compiling", SYMPTOM, last, log.count))
-    if _BUSY_LINE.search(last) and not any(sign.strength == CAUSE for sign in signs):
-        signs.append(Sign("state_busy", "jit_compiling", SYMPTOM, last, log.count))
+    busy = next((line for line in list(log.last)[:-4:-1] if _BUSY_LINE.search(line)), "")
+    if busy and not any(sign.strength == CAUSE for sign in signs):
+        signs.append(Sign("state_busy", "jit_compiling", SYMPTOM, busy, log.count))
     waited = next((e for e in events if re.search(r"Loading JIT ops", e.text)), None)
     if waited and any(s.code == "engine_stalled" for s in signs) and not any(s.strength == CAUSE for s in signs):
         signs.append(Sign("jit_contention", "jit_lock_wait", HINT, waited.text, waited.line))
@@ -191,6 +194,8 @@ def _combine(signs: Sequence[Sign], log: Log, facts: Facts, phase: str) -> list[
             sign = replace(sign, strength=CAUSE)
         if sign.code == "gpu_oom" and codes & {"gpu_memory_in_use", "state_cache_too_small"}:
             sign = replace(sign, strength=HINT)
+        if sign.code == "host_oom" and not sign.fact and facts.model_problem[0] == "weights_corrupt":
+            sign = replace(sign, strength=SYMPTOM)  # a text read as a header asks for any amount of memory
         if sign.code == "no_kernel_image" and facts.unlike_gpus and sign.strength == CAUSE:
             # one folder of cached kernels for unlike GPUs: built for the one, loaded on the other
             sign = replace(sign, code="jit_cache_bad", detail="jit_cache_wrong_arch")

@@ -9,7 +9,7 @@ Fed line by line; what is kept is bounded, so that a journal of any size can be 
 from __future__ import annotations
 
 import re
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -17,12 +17,14 @@ from ansible_collections.gpufleet.sglang.plugins.module_utils._phases import Log
 
 HEAD = 200  # events kept from the beginning of the log
 TAIL = 200  # and from its end
+ALIKE = 8  # events kept that differ in their numbers only: a flood of one error is one error
 MAX_TEXT = 1200
 MAX_FRAMES = 12
 MESSAGE_LINES = 12  # of an exception's message
 LAST_LINES = 40
 
-_ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+# Colours, links and titles for a terminal, and whatever else is no text.
+_TERMINAL = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?)|[\x00-\x08\x0b-\x1f\x7f]")
 # What programs put before a message: SGLang, vLLM's worker prefix, logging levels, syslog, the kernel's clock.
 _PREFIX = re.compile(
     r"""(?:
@@ -39,12 +41,16 @@ _PREFIX = re.compile(
 )
 _FRAME = re.compile(r'^\s*(?:\|\s*)*File "(?P<file>[^"]+)",.{0,24}? in (?P<name>.+)$')
 _EXCEPTION = re.compile(
-    r"^(?:\|\s*)*(?P<name>(?:[A-Za-z_][\w-]*\.)*[A-Z]\w*(?:Error|Exception|Exit|Interrupt|Failure|Timeout|Refused"
+    r"^(?:(?:\s*\|)+\s*)?(?P<name>(?:[A-Za-z_][\w-]*\.)*[A-Z]\w*(?:Error|Exception|Exit|Interrupt|Failure|Timeout|Refused"
     r"|NotFound\w*|IsEnabled|Died|Full|URL|Mismatch|Aborted))(?P<rest>:.*|\(.*|)$"
 )
 _INLINE = re.compile(
-    r"(?<![\w'\"])(?P<name>(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|IsEnabled))(?P<rest>[:(] ?.+| \.\.\. .+)$"
+    r"(?<![\w'\".])(?P<name>(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|IsEnabled))(?P<rest>[:(] ?.+| \.\.\. .+)$"
 )
+# Below the frames of a traceback, whatever its name.
+_LAST_OF_TRACEBACK = re.compile(r"^(?:(?:\s*\|)+\s*)?(?P<name>(?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*)(?P<rest>: .*|)$")
+_NUMBERED = re.compile(r"\b\w*?\d\w*")
+_HANDLED = "During handling of the above exception"
 _QUIET_EXCEPTION = re.compile(r"(?:^|\.)(?:KeyboardInterrupt|SystemExit|CancelledError|BrokenPipeError|GeneratorExit)$")
 # What Python's faulthandler says of a process that a signal ends: the words, then the frames, innermost first.
 _FATAL = re.compile(r"Fatal Python error: .*")
@@ -96,11 +102,11 @@ _HINT = re.compile(
     re.IGNORECASE,
 )
 _COMPILER = re.compile(
-    r"(?P<file>[^\s:()]+)(?:\((?P<a>\d+)\)|:(?P<b>\d+)(?::\d+)?): (?:catastrophic |fatal |internal compiler )?error"
+    r"(?<![^\s:()])[^\s:()]+(?:\(\d+\)|:\d+(?::\d+)?): (?:catastrophic |fatal |internal compiler )?error"
     r"|^<command-line>: fatal error|^(?:c\+\+|g\+\+|gcc|cc1plus|cc)\S*: (?:fatal |internal compiler )?error",
     re.IGNORECASE,
 )
-_LINKER = re.compile(r"(?:^|/)(?:ld|ld\.\w+|collect2)(?:\.\w+)?: |cannot find -l", re.IGNORECASE)
+_LINKER = re.compile(r"(?:^|/)(?:ld|ld\.\w+|collect2)(?:\.\w+)? ?: |cannot find -l", re.IGNORECASE)
 _NVCC = re.compile(r"\bnvcc (?:fatal|error|warning) *:|^(?:ptxas|cicc|cudafe\+\+|nvlink)\b.*(?:fatal|error|died)")
 _SHELL = re.compile(r"^(?:/?\S*(?:sh|bash|env)): (?:(?:line )?\d+: )?\S+: (?:command )?not found|No such file")
 _NINJA = re.compile(r"^FAILED: |^ninja: |ninja exited with status")
@@ -119,6 +125,7 @@ class Event:
     frames: tuple[str, ...] = ()  # file:function, innermost last
     rank: str = ""
     wrapped: bool = False  # after the first wrapper: a consequence more often than a cause
+    handled: bool = False  # another exception came while it was handled
 
     @property
     def where(self) -> str:
@@ -156,10 +163,13 @@ class Reader:
         self.digest = LogDigest()
         self._frames: list[str] = []
         self._open: Event | None = None  # an exception whose message may go on
+        self._last: Event | None = None  # the newest exception with a traceback
         self._left = 0
         self._fatal: Event | None = None  # a fatal error whose frames may follow
         self._current = False  # ... and these are of the thread it happened in
+        self._quoted: Event | None = None  # a compiler's error, whose source line may follow
         self._seen: set[str] = set()
+        self._alike: Counter[str] = Counter()
         self._phase_lines = 0
 
     def feed_all(self, lines: Iterable[str]) -> Log:
@@ -170,10 +180,10 @@ class Reader:
 
     def feed(self, raw: str) -> None:
         """Read one line."""
-        text = raw.rsplit("\r", 1)[-1]
-        if "\x1b" in text:
-            text = _ANSI.sub("", text)
-        text = text.rstrip()[: MAX_TEXT * 2]
+        text = raw.rstrip().rsplit("\r", 1)[-1]  # what is left of a line that was written over
+        if not text.isprintable():
+            text = _TERMINAL.sub("", text)
+        text = text[:MAX_TEXT]
         log = self.log
         log.count += 1
         if TRAFFIC.match(text):
@@ -193,7 +203,8 @@ class Reader:
             log.ignored.append(line[:MAX_TEXT])
         if not log.ended and WRAPPER.search(line):
             self._wrapper(line)
-        self._line(line, rank, stamped=line is not text)
+        # where every line has a prefix, those of one message are told by their indent
+        self._line(line, rank, stamped=line is not text and not line[:1].isspace())
 
     def finish(self) -> Log:
         """Return what was read."""
@@ -214,7 +225,7 @@ class Reader:
     def _forget(self) -> None:
         """Drop what was said before the server became ready: it did no harm."""
         self._close()
-        self.log.head, self._seen = [], set()
+        self.log.head, self._seen, self._alike = [], set(), Counter()
         self.log.tail.clear()
         self.log.ended = False
 
@@ -234,9 +245,19 @@ class Reader:
             if "file_baton" in frame["file"]:
                 self._add(Event("frame", line.strip(), self.log.count, rank=rank))
             return
+        quoted, self._quoted = self._quoted, None
+        if quoted and line[:1].isspace():
+            quoted.text = f"{quoted.text} {line.strip()}"[:MAX_TEXT]
+            return
         if self._frames and line[:1].isspace() and not _EXCEPTION.match(line.strip()):
             return  # source text
+        if _HANDLED in line and self._last:
+            self._close()
+            self._last.handled = True
+            return
         found = _EXCEPTION.match(line)
+        if not found and self._frames and not stamped:
+            found = _LAST_OF_TRACEBACK.match(line)
         if found and not NOISE.search(line):
             self._close()
             self._exception(found, line, rank)
@@ -276,7 +297,7 @@ class Reader:
             return
         if found["name"] == "EOFError" and any("multiprocessing/connection.py" in frame for frame in frames):
             return  # the other end of a pipe is gone: how it ended is the cause
-        self._open = Event("exception", line.strip("| ")[:MAX_TEXT], self.log.count, tuple(frames), rank)
+        self._last = self._open = Event("exception", line.strip("| ")[:MAX_TEXT], self.log.count, tuple(frames), rank)
         self._left = MESSAGE_LINES
 
     def _close(self) -> None:
@@ -285,7 +306,7 @@ class Reader:
             self._add(event)
 
     def _plain(self, line: str, rank: str) -> None:
-        if not _HINT.search(line) or NOISE.search(line):
+        if not (_HINT.search(line) or _LINKER.search(line)) or NOISE.search(line):  # linkers speak many languages
             return
         inline = _INLINE.search(line)
         kind = "log"
@@ -307,14 +328,20 @@ class Reader:
                 kind = "exception"
             elif re.match(r"(?:\S+\.py:\d+: )?\w*Warning: |WARNING\b|\S+: warning: ", line):
                 kind = "warning"
-        self._add(Event(kind, line[:MAX_TEXT], self.log.count, rank=rank))
+        event = Event(kind, line[:MAX_TEXT], self.log.count, rank=rank)
+        self._quoted = event if kind == "compiler" else None
+        self._add(event)
 
     def _add(self, event: Event) -> None:
         key = f"{event.kind}{event.text}"
         if key in self._seen:
             return
+        form = _NUMBERED.sub("#", key)
         if len(self._seen) < 4 * HEAD:
             self._seen.add(key)
+            self._alike[form] += 1
+        if self._alike[form] > ALIKE:
+            return
         event.wrapped = self.log.ended
         if self.log.stopping:
             return

@@ -42,6 +42,9 @@ COPED = re.compile(
     re.IGNORECASE,
 )
 
+# Python's way to ask whether something is installed: what came while that was handled says more.
+OPTIONAL = re.compile(r"(?:\|\s*)*(?:ModuleNotFoundError|ImportError)\b")
+
 
 @dataclass(frozen=True)
 class Rule:
@@ -108,6 +111,8 @@ def match(rules: Sequence[Rule], events: Iterable[Event]) -> list[Sign]:
             if plain and item.strength == CAUSE and FALLBACK.search(event.text) and "CUDA error" not in event.text:
                 continue
             strength, coped = item.strength, plain and bool(COPED.search(event.text))
+            if event.handled and OPTIONAL.match(event.text):
+                strength = HINT
             if event.kind == "warning" and strength == CAUSE:
                 if item.code not in WARNINGS:
                     continue
@@ -150,6 +155,8 @@ def _application_xid(hit: re.Match[str]) -> bool:
     return any(number in APPLICATION_XID for number in xids(hit.string))
 
 
+# Where compiled kernels are kept; wider words for it would also fit packages.
+KERNEL_CACHE = r"(?:\.cache|cached_ops|torch_extensions|\.triton|torchinductor)"
 _NODE = r"/dev/nvidia(?:\d+|ctl|-uvm(?:-tools)?|-modeset|-caps\S*)?"
 _DENIED = (
     r"(?:permission denied|operation not permitted|no such file|not permitted|missing"
@@ -241,12 +248,17 @@ DEVICE_RULES = (
     rule(
         "gpu_access_denied",
         "uvm_device_missing",
-        rf"CUDA unknown error|\bcuda\w*\b.{{0,30}}\berror 999|cudaErrorUnknown\b|CUDA_ERROR_UNKNOWN"
+        rf"CUDA:? (?:error: )?unknown error|\bcuda\w*\b.{{0,30}}\berror 999|cudaErrorUnknown\b|CUDA_ERROR_UNKNOWN"
         rf"|cuInit\D{{0,20}}999|{_NODE}\b.{{0,40}}{_DENIED}"
         rf"|{_DENIED}.{{0,30}}{_NODE}|nvidia.?uvm.{{0,30}}(?:missing|not loaded|not found|major)"
         r"|CUDA_ERROR_NOT_PERMITTED"
-        r"|cudaErrorNotPermitted|CUDA_ERROR_OPERATING_SYSTEM|\bError 304\b"
-        r"|OS call failed or operation not supported on this OS",
+        r"|cudaErrorNotPermitted",
+    ),
+    rule(  # what the driver says for want of anything better: a plainer word beside it is the cause
+        "gpu_access_denied",
+        "device_cgroup_denied",
+        r"CUDA_ERROR_OPERATING_SYSTEM|\bError 304\b|OS call failed or operation not supported on this OS",
+        HINT,
     ),
     rule(
         "gpu_access_denied",
@@ -258,10 +270,15 @@ DEVICE_RULES = (
         "driver_too_old",
         r"driver on your system is too old|CUDA driver version is insufficient"
         r"|Please update your GPU driver|unsatisfied condition: (?:cuda|driver|brand)"
-        r"|undefined symbol:? \W?(?-i:cu[A-Z]\w+)"
         r"|InsufficientDriver|driver is (?:too old|outdated)|requires (?:a )?(?:newer"
         r"|minimum) (?:NVIDIA )?driver|minimum (?:required )?driver version|STUB_LIBRARY"
         r"|CUDA driver is a stub",
+    ),
+    rule(
+        "driver_too_old",
+        "driver_too_old",
+        r"undefined symbol:? \W?(?-i:cu[A-Z]\w+)",
+        no=rf"{KERNEL_CACHE}\S*\.so",  # built here, and not to be loaded: that is the cache's fault
     ),
     rule(
         "driver_too_old",
@@ -329,7 +346,7 @@ UNIT_RULES = (
         "unit_env_missing",
         r"KeyError: '(?:USER|LOGNAME|HOME|PATH|[A-Z]{2,}_[A-Z_]+)'"
         r"|environment variable '?\"?[A-Z_]{3,}'?\"? (?:is )?(?:not set|missing|required)"
-        r"|[A-Z]{2,}_[A-Z_]+ is not set\b",
+        r"|\b[A-Z]{2,}_[A-Z_]+ is not set\b",
         no=r"CUDA_HOME|CUDA_PATH|CUDA_ROOT|CUDA_ARCH|arch_list|HF_TOKEN|defaulting to|using default|will be",
     ),
     rule("unit_misconfigured", "unit_env_missing", r"(?:^|[\s'\"=])\./\.(?:cache|config|local|llamafile|triton|nv)\b"),

@@ -36,6 +36,7 @@ BUILD_RULES = (
         r"|could not|unable to|failed to) (?:find|locate|execute|run) (?:the )?\W?nvcc|which: no nvcc"
         r"|NVCC (?:compiler )?(?:is )?(?:not found|missing|unavailable)|nvcc is not (?:installed"
         r"|available|in)|Could not find (?:the )?CUDA (?:installation|toolkit|compiler)",
+        no=r"(?<![\w.])/usr/bin/nvcc: not found",
     ),
     rule(
         "nvcc_not_found",
@@ -59,14 +60,14 @@ BUILD_RULES = (
         "cuda_home_invalid",
         "cuda_home_invalid",
         rf"fatal error: {_STD_HEADER}: No such file|#include_next <{_STD_HEADER}>"
-        r"|/usr/bin/nvcc\b.*-isystem /usr/include\b",
+        r"|/usr/bin/nvcc\b.*-isystem /usr/include\b|(?<![\w.])/usr/bin/nvcc: not found",
     ),
     rule(
         "toolkit_incomplete",
         "cuda_lib64_missing",
         rf"cannot find -l{_CUDA_LIB}\b|(?:cannot|could not|unable to) (?:find"
         rf"|locate)\W+lib{_CUDA_LIB}(?:\.so|\.a)\b(?!\.\d)|library not found for -l{_CUDA_LIB}\b"
-        rf"|ld.*{_CUDA_LIB}\.so: No such file",
+        rf"|ld.*{_CUDA_LIB}\.so: No such file|\bld(?:\.\w+)? ?: .{{0,40}} -l{_CUDA_LIB}(?!\w)",  # in any language
         no=r"libcuda\.so\.1|libnvidia-ml",
     ),
     rule(

@@ -5,10 +5,10 @@
 
 from __future__ import annotations
 
-from ansible_collections.gpufleet.sglang.plugins.module_utils._diagnose_rules import HINT, rule
+from ansible_collections.gpufleet.sglang.plugins.module_utils._diagnose_rules import HINT, KERNEL_CACHE, rule
 
 CACHE_PATH = (
-    r"(?:\.cache\b|/cache/|[\w-]*cache[\w-]*/|cached_ops|\.triton\b|torchinductor"
+    r"(?:\.cache\b|cache[\w-]*/|cached_ops|\.triton\b|torchinductor"
     r"|torch_extensions|inductor|deep_gemm|tvm.?ffi"
     r"|cubins?\b|\.config\b|\.nv\b|\.flashinfer|jit|tilelang|flashinfer_cubin|/tmp/)"
 )
@@ -115,7 +115,7 @@ CACHE_RULES = (
     rule(
         "jit_cache_bad",
         "jit_cache_stale",
-        r"(?:\.cache|cached_ops|torch_extensions|\.triton|torchinductor)\S*\.so: undefined symbol"
+        rf"{KERNEL_CACHE}\S*\.so: undefined symbol"
         r"|(?:stale|outdated|old)\b.{0,30}\b(?:cached?|jit|compiled) (?:kernel|module|\.so|cache"
         r"|entr)|(?:cached?|jit)\b.{0,30}\b(?:is |are |was )?(?:stale|outdated)\b",
     ),
@@ -125,7 +125,7 @@ CACHE_RULES = (
         r"(?:Permission denied|Read-only file system|Operation not permitted|PermissionError"
         r"|not writable|EACCES|EROFS|os error 13|os error 30|\[Errno 13\]"
         rf"|\[Errno 30\]).*(?:{CACHE_PATH}|/root\b|/home/|/nonexistent|/var/lib/|/projects/)"
-        rf"|(?:{CACHE_PATH}|/root|/home/\S*)\S*['\"]?:? ?\W{{0,3}}(?:is )?(?:Permission denied"
+        rf"|(?:{CACHE_PATH}|/root|/home/)\S{{0,200}}['\"]?:? ?\W{{0,3}}(?:is )?(?:Permission denied"
         r"|Read-only file system|not writable)|(?<!\[Autotuner\]: )(?:cannot|can't|could not|unable to"
         rf"|failed to) (?:create|write|make|open)\b.{{0,60}}(?:cache|\.triton|inductor)",
         no=r"/dev/nvidia|config\.json|safetensors|\.bin\b|(?:bin|lib)/nvcc|/models?/\S+\.(?:json"
@@ -248,7 +248,7 @@ LIBRARY_RULES = (
         r"|operator \w+::\w+ does not exist|(?:sgl_kernel|flashinfer|vllm|_C)::\w+\(\) (?:is missing"
         r"|expected|Expected|takes)|Torch not compiled with CUDA|not compiled with CUDA (?:enabled"
         r"|support)|schema.{0,30}mismatch|Could not import module"
-        r"|Descriptors cannot be created directly",
+        r"|Descriptors cannot be created directly|\brequires [\"'`][\w.\[\]-]+[\"'`] to be installed",
         no=r"No module named '?ninja|Ignore import|transformers_modules",
     ),
     rule(

@@ -24,7 +24,8 @@ GPU_RULES = (
         r"|CUDA arch)|does(?: not|n't) (?:currently )?support (?:SM ?\d|sm_?\d|compute capability"
         r"|this GPU|your GPU|GPU|device capability|Blackwell|Hopper)|Unsupported (?:SM|GPU"
         r"|compute capability|architecture|device capability|arch|CUDA arch)\b(?! ?(?:list))"
-        r"|not (?:implemented|available|built) (?:on|for) (?:this |sm_?|SM ?|arch|GPU|compute)",
+        r"|not (?:implemented|available|built) (?:on|for) (?:this |sm_?|SM ?|arch|GPU|compute)"
+        r"|(?:requires?|needs?) (?:a )?(?:device|GPU)\b.{0,20}\bcapability|\bGPU has (?:compute )?capability",
         no=r"Unsupported gpu architecture|FlashInfer requires (?:GPUs with )?sm|requires CUDA"
         r"|does not recognize|driver|Falling back|fallback|No supported|Model architectures"
         r"|are not supported for now|unavailable:",
@@ -152,7 +153,7 @@ MEMORY_RULES = (
         "gpu_oom",
         r"(?:CUDA graphs?|graph capture|GPU|VRAM)\b.{0,60}\b(?:out[- ]of[- ]memory|OOM\b(?!.?kill))"
         r"|\b(?:out[- ]of[- ]memory|OOM\b(?!.?kill)).{0,60}\b(?:CUDA graphs?|graph capture|GPU|VRAM)"
-        r"|CUDA out of memory|OutOfMemoryError|CUDA error: out of memory|cudaErrorMemoryAllocation"
+        r"|CUDA(?: error)?\b.{0,20}\bout of memory|OutOfMemoryError|cudaErrorMemoryAllocation"
         r"|CUDA_ERROR_OUT_OF_MEMORY|(?:CUDNN|CUBLAS)_STATUS_ALLOC_FAILED"
         r"|CUBLAS_STATUS_NOT_INITIALIZED|HIP out of memory|Failed to (?:allocate"
         r"|cuda)\w* .{0,40}(?:GPU|device) memory|NCCL.{0,60}(?:Failed to CUDA (?:malloc|calloc)"
@@ -183,14 +184,15 @@ MEMORY_RULES = (
     rule(
         "host_oom",
         "host_oom_killed",
-        r"Exit code: -9\b|exit code:? -9\)|exitcode:? -?9\b|exit code -9\b|died.{0,40}SIGKILL",
+        r"Exit code: -9\b|exit code:? -9\)|exitcode:? -?9\b|(?:exit|return) code (?:= )?-9\b|died.{0,40}SIGKILL",
         SYMPTOM,
     ),
     rule(
         "dev_shm_too_small",
         "dev_shm_too_small",
-        r"creating shared memory segment|/dev/shm\S*.{0,120}(?:No space left|ENOSPC|Errno 28"
-        r"|too small|is full|insufficient|not enough)|(?:No space left|ENOSPC|Errno 28"
+        r"creating shared memory segment|\bNCCL\b.{0,80}(?:No space left|ENOSPC)"
+        r"|/dev/shm\S*.{0,120}(?:No space left|ENOSPC|Errno 28|too small|is full|insufficient|not enough)"
+        r"|(?:No space left|ENOSPC|Errno 28"
         r"|not enough space|too small|insufficient).{0,120}/dev/shm|insufficient shared memory"
         r"|out of shared memory|unable to (?:write|resize|allocate) (?:to )?(?:file"
         r"|shared memory)\b.{0,40}/?torch_|Bus error.{0,60}(?:shm|shared memory)"
@@ -343,7 +345,9 @@ RUN_RULES = (
         r"|unspecified launch failure|invalid program counter|hardware stack error"
         r"|CUDA error: an illegal|CUBLAS_STATUS_EXECUTION_FAILED|CUDNN_STATUS_EXECUTION_FAILED"
         r"|cudaError(?:IllegalAddress|LaunchFailure|MisalignedAddress|Assert|IllegalInstruction)"
-        r"|Segmentation fault|SIGSEGV|Warp (?:Illegal|Out-of-range|Misaligned)",
+        r"|Segmentation fault|SIGSEGV|Warp (?:Illegal|Out-of-range|Misaligned)"
+        r"|\b(?:CUDA\b.{0,20}\b(?:error|failure|status)|cudaError(?:_t)?|CUresult|tensor map)\b\W{0,3}(?:code )?"
+        r"7(?:00|1[4-9])\b",  # the same by number, as drivers and libraries report it
         no=r"Device-side assertions were explicitly omitted|TORCH_USE_CUDA_DSA",
     ),
     rule(

@@ -12,14 +12,17 @@ import re
 import shutil
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ansible_collections.gpufleet.sglang.plugins.module_utils import _model
 from ansible_collections.gpufleet.sglang.plugins.module_utils._diagnose_facts import Facts
 from ansible_collections.gpufleet.sglang.plugins.module_utils._facts_cache import cut_off
 from ansible_collections.gpufleet.sglang.plugins.module_utils._facts_packages import unmet_pins
+from ansible_collections.gpufleet.sglang.plugins.module_utils._finding import errors
 from ansible_collections.gpufleet.sglang.plugins.module_utils._gpus import (
     Gpu,
     device_nodes,
@@ -92,6 +95,7 @@ def collect(runner: Runner, instance: Instance, seen: Seen, proc: str = "/proc")
         lambda: _unit(runner, instance),
         lambda: _folders(runner, instance, proc),
         lambda: _packages(instance),
+        lambda: _weights(instance),
     ]
     if seen.failed and not seen.compiling:  # a compiler's output is not whole while it is written
         jobs.append(lambda: {"cache_damage": cut_off(instance.environment, LIMIT)})
@@ -108,12 +112,14 @@ def collect(runner: Runner, instance: Instance, seen: Seen, proc: str = "/proc")
     threads = [threading.Thread(target=run, args=(job,), daemon=True) for job in jobs]
     for thread in threads:
         thread.start()
+    until = time.monotonic() + LIMIT + 1.0  # for all together: a host that is slow is slow in each
     for thread in threads:
-        thread.join(LIMIT + 1.0)
+        thread.join(max(0.0, until - time.monotonic()))
     killed = seen.oom_kills
     if killed is None and seen.failed and (found.get("kernel") or unified_memory()):
         killed = 0 if seen.result != "oom-kill" else 1  # systemd reads the counter itself and says so
-    known = {key: value for key, value in found.items() if key in Facts.__dataclass_fields__}
+    in_time = dict(found)  # those that are late still write
+    known = {key: value for key, value in in_time.items() if key in Facts.__dataclass_fields__}
     return Facts(
         failed=seen.failed,
         phase=seen.phase,
@@ -137,12 +143,17 @@ def collect(runner: Runner, instance: Instance, seen: Seen, proc: str = "/proc")
     )
 
 
+def _option(instance: Instance, name: str) -> str:
+    """Return the value an option has on the command line, "" when it is not there."""
+    words = instance.argv
+    return words[words.index(name) + 1] if name in words[:-1] else ""
+
+
 def device_of(instance: Instance) -> str:
     """Return cuda or cpu, as the command line has it."""
-    words = instance.argv
-    at = words.index("--device") if "--device" in words else -1
-    if 0 <= at < len(words) - 1:
-        return words[at + 1]
+    device = _option(instance, "--device")
+    if device:
+        return device
     return "cpu" if instance.environment.get("SGLANG_USE_CPU_ENGINE") == "1" else "cuda"
 
 
@@ -257,6 +268,18 @@ def _inside(path: str, top: str) -> bool:
 def _packages(instance: Instance) -> dict[str, Any]:
     python = instance.argv[0] if instance.argv else ""
     return {"packages": unmet_pins(Path(python).parent.parent)} if python.startswith("/") else {}
+
+
+def _weights(instance: Instance) -> dict[str, Any]:
+    """Look at the model's folder: what is not whole there ends in errors of many kinds."""
+    path = _option(instance, "--model-path")
+    if not path.startswith("/"):
+        return {}
+    found = errors(_model.problems(_model.inspect(path), {_option(instance, "--load-format")}, offline=False))
+    if not found:
+        return {}
+    pointer = next((item for item in found if item.code == "model_pointers"), None)
+    return {"model_problem": ("weights_corrupt" if pointer else "model_unavailable", (pointer or found[0]).message)}
 
 
 def _tools(instance: Instance) -> dict[str, Any]:

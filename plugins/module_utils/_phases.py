@@ -105,7 +105,7 @@ class LogDigest:
     def feed(self, text: str, time: float = 0.0) -> None:
         """Take one line of the log, as the journal has it."""
         self._reach("process", time)
-        raw = _ANSI.sub("", text.rsplit("\r", 1)[-1])[: MAX_CHARS * 2].rstrip()
+        raw = _ANSI.sub("", text.rstrip().rsplit("\r", 1)[-1])[: MAX_CHARS * 2].rstrip()
         line = _STAMP.sub("", raw, count=1)
         stamped = line != raw
         if _TRAFFIC.match(line):

@@ -2,10 +2,15 @@
 from __future__ import annotations
 
 import json
+import time
+from dataclasses import replace
 
 import pytest
 from ansible_collections.gpufleet.sglang.plugins.module_utils import _remedies
+from ansible_collections.gpufleet.sglang.plugins.module_utils._diagnose import diagnose
+from ansible_collections.gpufleet.sglang.plugins.module_utils._diagnose_facts import Facts
 from ansible_collections.gpufleet.sglang.plugins.module_utils._facts import (
+    LIMIT,
     Seen,
     collect,
     device_of,
@@ -54,6 +59,47 @@ def test_a_hung_nvidia_smi_hangs_nothing():
     runner = Runner(**{"nvidia-smi": Result(TIMED_OUT)})
     facts = collect(runner, INSTANCE, Seen(failed=True, phase="weights", oom_kills=0))
     assert (facts.smi, facts.failed, facts.device, facts.oom_kills) == ("hung", True, "cuda", 0)
+
+
+class Slow(Runner):
+    def run(self, argv, *, timeout=30.0, env=None, cwd=None):
+        time.sleep(min(timeout, 1.5))
+        return Result(TIMED_OUT)
+
+
+def test_a_slow_host_costs_one_limit_and_not_one_for_each_look():
+    begun = time.monotonic()
+    facts = collect(Slow(), INSTANCE, Seen(failed=True, phase="weights", oom_kills=0))
+    assert (facts.failed, time.monotonic() - begun < LIMIT + 2) == (True, True)
+
+
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
+INDEX = json.dumps({"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}})
+WHOLE = {"config.json": "{}", "tokenizer.json": "{}", "model-1.safetensors": "x"}
+
+
+@pytest.mark.parametrize(
+    ("files", "code", "said"),
+    [
+        (WHOLE, "", ""),
+        ({**WHOLE, "model-1.safetensors": POINTER}, "weights_corrupt", "LFS pointers"),
+        ({**WHOLE, "config.json": "{", "model-1.safetensors": POINTER}, "weights_corrupt", "LFS pointers"),
+        ({**WHOLE, "model.safetensors.index.json": INDEX}, "model_unavailable", "model-2"),
+        ({"config.json": "{}"}, "model_unavailable", "no weights"),
+        (None, "model_unavailable", "does not exist"),
+    ],
+)
+def test_what_is_not_whole_in_the_model_folder_is_a_fact(tmp_path, files, code, said):
+    folder = tmp_path / "model"
+    for name, text in (files or {}).items():
+        folder.mkdir(exist_ok=True)
+        (folder / name).write_text(text)
+    instance = replace(INSTANCE, argv=[*INSTANCE.argv, "--model-path", str(folder)])
+    found = collect(Runner(), instance, Seen(failed=True, phase="weights", oom_kills=0)).model_problem
+    assert found[0] == code and said in found[1]
+    # a text read as a header asks for any amount of memory
+    log = ["MemoryError"] if code == "weights_corrupt" else []
+    assert not code or diagnose(log, Facts(failed=True, model_problem=found)).code == code
 
 
 def test_device_and_proxy():

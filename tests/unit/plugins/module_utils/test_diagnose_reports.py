@@ -1,8 +1,9 @@
 # GNU General Public License v3.0+ (see LICENSE or https://www.gnu.org/licenses/gpl-3.0.txt)
 """Reports from public threads, and what compilers really said.
 
-tests/fixtures/fresh_reports.jsonl: own short excerpts, labelled before they were scored. N01 to N87 scored 70 right,
-6 wrong, 11 silent at first sight (rules were widened and narrowed after that); M01 to M14, collected later, 14 right.
+tests/fixtures/fresh_reports.jsonl: own short excerpts, labelled before they were scored; rules were widened and
+narrowed after each first look. Right / wrong / silent at first sight: N01 to N87 70/6/11, M01 to M14 14/0/0, then the
+sets named in first_look: A 40/3/3, B 43/2/2, C (other engines and programs among them) 25/2/5.
 """
 
 from __future__ import annotations
@@ -61,6 +62,17 @@ def test_what_compilers_really_said(path):
 
 UNKNOWN = ["Traceback (most recent call last):", '  File "/v/x.py", line 1, in run', "OddError: nobody knows"]
 TABLE = [
+    (
+        ["ImportError: /tmp/torchinductor_a/triton/0/x/__triton_launcher.so: undefined symbol: cuLaunchKernel"],
+        {},
+        "jit_cache_bad",
+    ),
+    (["include/shm.h:28 NCCL WARN Call to posix_fallocate failed : No space left on device"], {}, "dev_shm_too_small"),
+    (
+        ["NVRM: nvCheckOkFailedNoLog: Check failed: Out of memory [NV_ERR_NO_MEMORY] (0x00000051)", *UNKNOWN],
+        {},
+        "unknown_failure",
+    ),
     (["ImportError: /v/x.so: undefined symbol: cuGreenCtxStreamCreate"], {}, "driver_too_old"),
     (["ImportError: /v/x.so: undefined symbol: cublasLtCreate"], {}, "runtime_lib_shadowed"),
     (["RuntimeError: NCCL error: unhandled system error"], {"shm_mib": 64}, "dev_shm_too_small"),
@@ -89,6 +101,15 @@ TABLE = [
 @pytest.mark.parametrize(("lines", "facts", "code"), TABLE)
 def test_decision(lines, facts, code):
     assert diagnose(lines, Facts(failed=True, **facts)).code == code
+
+
+def test_nvrm_lines_of_hosts_that_are_well_are_no_cause():
+    """One such line goes with every start on a GB10, also with those that end well (vllm 56824)."""
+    line = (
+        "NVRM: nvCheckOkFailedNoLog: Check failed: Out of memory [NV_ERR_NO_MEMORY] (0x00000051) returned from _memdesc"
+    )
+    assert diagnose(UNKNOWN, Facts(failed=True, kernel=(line,))).code == "unknown_failure"
+    assert diagnose(["The server is fired up and ready to roll!"], Facts(failed=False, kernel=(line,))) is None
 
 
 def test_a_server_that_runs_and_does_not_answer_shows_how():
