@@ -239,6 +239,8 @@ class Handler(BaseHTTPRequestHandler):
         self.hang_while(lambda: "stall" in engine.faults)
         with engine.lock:
             engine.moving.add(rid)
+            if "leak" in engine.faults:  # so many MiB with each request
+                engine.leaked.append(b"x" * int(engine.faults["leak"] * (1 << 20)))
         if "garbage" in engine.faults:
             self.send(200, b"\x00\x01 not what you asked for \xff")
             return
