@@ -151,10 +151,8 @@ def test_a_slow_request_is_waited_for_as_long_as_tokens_come(fleet):
         r"out of service after .*sglang@0",
         r"sglang@0\S*: restart",
         r"TASK .*Remember what has answered",
-        r"out of service after .*sglang@1",
         r"sglang@3\S*: restart",
-        r"GPU 3 sglang@3: ready",
-        r"TASK .*Write it into the history|TASK .*Add to the history",
+        r"TASK .*Add to the history",
     ],
 )
 def test_a_release_switch_killed_at_any_moment_is_finished_by_the_next_run(fleet, tmp_path, moment):
