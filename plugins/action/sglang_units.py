@@ -11,6 +11,7 @@ from ansible.errors import AnsibleActionFail, AnsibleError
 from ansible.plugins.action import ActionBase
 from ansible.utils.display import Display
 from ansible_collections.gpufleet.sglang.plugins.plugin_utils._render import RenderError, render, server_files
+from ansible_collections.gpufleet.sglang.plugins.plugin_utils._stall import Stalls
 
 display = Display()
 
@@ -88,13 +89,17 @@ class ActionModule(ActionBase):
         """Take servers out of service and wait in slices; one line when it begins, and per slice with requests left."""
         host = task_vars.get("inventory_hostname", "")
         begun = time.monotonic()
+        stalls = Stalls(_stall_timeout(args))
         while True:
             told = self._call({**args, "begun": time.monotonic() - begun, "slice_seconds": SLICE_SECONDS}, task_vars)
             if told.get("failed") or self._task.check_mode:
                 return told
             left = {unit: count for unit, count in told["requests"].items() if count}
-            waited = f"{time.monotonic() - begun:.0f} s"
-            if told["drained"]:
+            now = time.monotonic()
+            waited = f"{now - begun:.0f} s"
+            # those that stand still are left to their own stop, which is cut short for them
+            still = stalls.still(told["signs"], now)
+            if told["drained"] or (left and set(left) <= set(still)):
                 rest = f"; still at work, their own stop waits for them: {_counts(left)}" if left else ""
                 if told["requests"]:
                     display.display(f"{host}: out of service after {waited}: {', '.join(told['requests'])}{rest}")
@@ -113,13 +118,17 @@ class ActionModule(ActionBase):
         invocations: dict[str, str] = {}
         before = {unit: done["before"].get(unit, "") for unit in actions}
         begun = time.monotonic()
+        stalls = Stalls(_stall_timeout(args))
+        stalled: list[str] = []
         while True:
             told = self._call(
                 {
                     "state": "settled",
                     "instances": args.get("instances", []),
+                    "config_dir": args.get("config_dir", "/etc/sglang"),
                     "before": before,
                     "actions": actions,
+                    "stalled": stalled,
                     "slice_seconds": SLICE_SECONDS,
                 },
                 task_vars,
@@ -136,7 +145,14 @@ class ActionModule(ActionBase):
                     f"{host}: systemd has not finished with {', '.join(told['pending'])} after {waited:.0f} s;"
                     f" see: systemctl list-jobs; journalctl -u {told['pending'][0]}"
                 )
+            stalled = stalls.still(told["signs"], time.monotonic())
+            for unit in stalled:
+                display.display(f"{host} {unit}: no sign of progress for {stalls.limit:.0f} s while it stops: killed")
             display.display(f"{host}: waiting for systemd: {', '.join(told['pending'])} ({waited:.0f} s)")
+
+
+def _stall_timeout(args: dict[str, Any]) -> float:
+    return float(args.get("stall_timeout", 60))
 
 
 def _counts(left: dict[str, int]) -> str:

@@ -24,6 +24,8 @@ from ansible_collections.gpufleet.sglang.plugins.module_utils._runner import Run
 if TYPE_CHECKING:
     from ansible_collections.gpufleet.sglang.plugins.module_utils._units import Server
 
+# What /v1/loads counts: none of it moves in an engine that stands still
+MOVING = ("num_used_tokens", "total_prefill_uncached_tokens", "decode_moments", "num_running_reqs")
 FOLDER = "/run/gpufleet-sglang/draining"  # one file per server that wants no new requests, named by its port
 
 
@@ -77,21 +79,30 @@ def hook(runner: Runner, command: Sequence[str], what: str, instance: Instance) 
 
 def requests_in(payload: Any) -> int | None:
     """Return how many requests /v1/loads tells of; None when it doesn't say."""
-    loads = payload.get("loads") if isinstance(payload, dict) else None
-    if not isinstance(loads, list):
-        return None
-    found = [item for item in loads if isinstance(item, dict) and "num_running_reqs" in item]
     names = ("num_running_reqs", "num_waiting_reqs")
+    found = _loads(payload)
     return sum(int(item.get(name) or 0) for item in found for name in names) if found else None
 
 
-def running(instance: Instance, timeout: float = 3.0) -> int | None:
-    """Ask a server how many requests it has; None when it does not tell (an old engine, or none that answers)."""
+def sign_in(payload: Any) -> str:
+    """Return what in /v1/loads changes while an engine works on requests; '' when it doesn't say."""
+    found = _loads(payload)
+    return json.dumps([[item.get(name) for name in MOVING] for item in found]) if found else ""
+
+
+def _loads(payload: Any) -> list[dict[str, Any]]:
+    loads = payload.get("loads") if isinstance(payload, dict) else None
+    items = loads if isinstance(loads, list) else []
+    return [item for item in items if isinstance(item, dict) and "num_running_reqs" in item]
+
+
+def load_of(instance: Instance, timeout: float = 3.0) -> Any:
+    """Ask a server for its load; None when it does not tell (an old engine, or none that answers)."""
     connection = http.client.HTTPConnection(instance.probe_host, instance.port, timeout=timeout)
     try:
         connection.request("GET", "/v1/loads")
         answer = connection.getresponse()
-        return requests_in(json.loads(answer.read(1 << 20))) if answer.status == 200 else None
+        return json.loads(answer.read(1 << 20)) if answer.status == 200 else None
     except (OSError, ValueError, http.client.HTTPException):
         return None
     finally:
@@ -106,21 +117,21 @@ def wait_idle(
     end: float,
     clock: Callable[[], float],
     sleep: Callable[[float], None],
-    ask: Callable[[Instance], int | None] = running,
-) -> tuple[bool, dict[str, int | None]]:
+    ask: Callable[[Instance], Any] = load_of,
+) -> tuple[bool, dict[str, Any]]:
     """Wait until no server has a request, until limit after begun, or until end (of this slice).
 
     grace: seconds after begun in which a client that looked before the mark may still send. A server that does not
-    tell counts as idle: the engine's own stop waits for what it has. Returns whether waiting is over, and the requests.
+    tell counts as idle: the engine's own stop waits for what it has. Returns whether waiting is over, and the loads.
     """
     while True:
-        counts = {item.unit: ask(item) for item in instances}
+        loads = {item.unit: ask(item) for item in instances}
         now = clock()
-        idle = now - begun >= grace and not any(counts.values())
+        idle = now - begun >= grace and not any(map(requests_in, loads.values()))
         if idle or now - begun >= limit:
-            return True, counts
+            return True, loads
         if now >= end:
-            return False, counts
+            return False, loads
         sleep(0.3)
 
 
@@ -143,7 +154,7 @@ def take_out_or_in(
             hook(runner, params["drain_command"], "drain", item)
     sign_of_life()
     now = time.monotonic()
-    done, counts = wait_idle(
+    done, loads = wait_idle(
         instances,
         now - params["begun"],
         params["drain_grace"],
@@ -152,4 +163,6 @@ def take_out_or_in(
         time.monotonic,
         time.sleep,
     )
-    return {"changed": False, "drained": done, "requests": counts}
+    counts = {unit: requests_in(load) for unit, load in loads.items()}
+    signs = {unit: sign_in(loads[unit]) for unit, count in counts.items() if count}
+    return {"changed": False, "drained": done, "requests": counts, "signs": signs}

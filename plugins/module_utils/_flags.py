@@ -232,6 +232,19 @@ def extra_flags(
     return flags, findings
 
 
+def companions(flags: Sequence[Flag]) -> list[Flag]:
+    """Return what the engine insists on beside these flags.
+
+    From 0.5.14 on it dies on a no_buffer that is asked for by name while requests overlap (auto sets both, older
+    engines the second by themselves). Without the radix cache there is no state to keep, and both go together.
+    """
+    names = {flag.name for flag in flags}
+    strategy = SETTINGS["mamba_strategy"].flags
+    by_name = any(flag.name in strategy and flag.values == ("no_buffer",) for flag in flags)
+    needed = by_name and not names & {"disable-overlap-schedule", "disable-radix-cache"}
+    return [Flag("disable-overlap-schedule")] if needed else []
+
+
 def nearest(word: str, words: Sequence[str]) -> str:
     """Return ', did you mean X?' or nothing."""
     close = difflib.get_close_matches(word, words, n=1)

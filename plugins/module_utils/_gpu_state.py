@@ -8,43 +8,16 @@ from __future__ import annotations
 import csv
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from ansible_collections.gpufleet.sglang.plugins.module_utils._diagnose_rules import HARDWARE_XID, xids
 from ansible_collections.gpufleet.sglang.plugins.module_utils._finding import ERROR, WARNING, Finding
-from ansible_collections.gpufleet.sglang.plugins.module_utils._gpus import Gpu, ask
+from ansible_collections.gpufleet.sglang.plugins.module_utils._gpus import Gpu, KernelGpu, ask
 from ansible_collections.gpufleet.sglang.plugins.module_utils._runner import Runner
 
 FIELDS = ("uuid", "ecc.mode.current", "ecc.errors.uncorrected.volatile.total", "retired_pages.pending", "compute_mode")
 ROWS = ("gpu_uuid", "remapped_rows.pending", "remapped_rows.failure")
 _XID_LINE = re.compile(r"NVRM: Xid \(PCI:(?P<bus>[0-9a-fA-F]+:[0-9a-fA-F]+:[0-9a-fA-F]+)[^)]*\).*")
-
-
-@dataclass(frozen=True)
-class KernelGpu:
-    """A GPU as the kernel module lists it; in a container these are all GPUs of the machine, passed in or not."""
-
-    bus_id: str
-    minor: int | None
-    uuid: str = ""
-
-
-def kernel_gpus(proc: str = "/proc") -> list[KernelGpu]:
-    """Return the GPUs of /proc/driver/nvidia/gpus, in the order of their bus."""
-    found = []
-    for folder in sorted(Path(f"{proc}/driver/nvidia/gpus").glob("*")):
-        try:
-            text = (folder / "information").read_text(encoding="utf-8", errors="replace")
-        except OSError:
-            continue
-        minor = re.search(r"^Device Minor:\s*(\d+)", text, re.MULTILINE)
-        # the driver fills the UUID in when the GPU is first used; until then it is question marks
-        uuid = re.search(r"^GPU UUID:\s*(GPU-[0-9a-f-]+)", text, re.MULTILINE)
-        found.append(
-            KernelGpu(folder.name.lower(), int(minor.group(1)) if minor else None, uuid.group(1) if uuid else "")
-        )
-    return found
 
 
 def health(runner: Runner, timeout: float = 30.0) -> dict[str, dict[str, str]]:

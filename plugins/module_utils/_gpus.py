@@ -77,6 +77,32 @@ class Gpu:
         return asdict(self)
 
 
+@dataclass(frozen=True)
+class KernelGpu:
+    """A GPU as the kernel module lists it; in a container these are all GPUs of the machine, passed in or not."""
+
+    bus_id: str
+    minor: int | None
+    uuid: str = ""
+
+
+def kernel_gpus(proc: str = "/proc") -> list[KernelGpu]:
+    """Return the GPUs of /proc/driver/nvidia/gpus, in the order of their bus."""
+    found = []
+    for folder in sorted(Path(f"{proc}/driver/nvidia/gpus").glob("*")):
+        try:
+            text = (folder / "information").read_text(encoding="utf-8", errors="replace")
+        except OSError:
+            continue
+        minor = re.search(r"^Device Minor:\s*(\d+)", text, re.MULTILINE)
+        # the driver fills the UUID in when the GPU is first used; until then it is question marks
+        uuid = re.search(r"^GPU UUID:\s*(GPU-[0-9a-f-]+)", text, re.MULTILINE)
+        found.append(
+            KernelGpu(folder.name.lower(), int(minor.group(1)) if minor else None, uuid.group(1) if uuid else "")
+        )
+    return found
+
+
 def gpu_from_dict(data: Mapping[str, Any]) -> Gpu:
     """Build a Gpu from a module's result."""
     return Gpu(**{**data, "processes": [GpuProcess(**item) for item in data.get("processes") or []]})
@@ -91,13 +117,40 @@ def query(runner: Runner, timeout: float = 30.0) -> tuple[list[Gpu], list[Findin
     return gpus, []
 
 
+def one_by_one(
+    runner: Runner, kernel: Sequence[KernelGpu], timeout: float = 10.0
+) -> tuple[list[Gpu], dict[KernelGpu, str]]:
+    """Ask for each GPU of the kernel alone: one that fell off the bus makes nvidia-smi fail for all of them.
+
+    Returns the GPUs that answer, and why the others do not.
+    """
+    gpus: list[Gpu] = []
+    lost = {}
+    for item in kernel:
+        done, fields = ask(runner, FIELDS, _REQUIRED, timeout, only=[item.bus_id])
+        found = parse_gpus(done.stdout, fields) if done.rc == 0 else []
+        gpus += found
+        if not found:
+            lost[item] = smi_problem(done, timeout).message
+    return sorted(gpus, key=lambda gpu: gpu.index), lost
+
+
 def ask(
-    runner: Runner, fields: Sequence[str], required: Sequence[str], timeout: float = 30.0, option: str = "gpu"
+    runner: Runner,
+    fields: Sequence[str],
+    required: Sequence[str],
+    timeout: float = 30.0,
+    option: str = "gpu",
+    only: Sequence[str] = (),
 ) -> tuple[Result, list[str]]:
-    """Run nvidia-smi --query-OPTION; fields that an older driver does not know are left out and asked again without."""
+    """Run nvidia-smi --query-OPTION; fields that an older driver does not know are left out and asked again without.
+
+    only: bus ids or UUIDs of the GPUs to ask for, instead of all.
+    """
     left = list(fields)
     while True:
         argv = ["nvidia-smi", f"--query-{option}={','.join(left)}", "--format=csv,noheader,nounits"]
+        argv += [f"--id={','.join(only)}"] if only else []
         done = runner.run(argv, timeout=timeout)
         unknown = _UNKNOWN_FIELD.search(done.stdout + done.stderr)
         if not unknown or unknown.group(1) not in left or unknown.group(1) in required:
@@ -143,6 +196,12 @@ def smi_problem(done: Result, timeout: float) -> Finding:
             f"nvidia-smi did not answer within {timeout:g} s",
             "A GPU has fallen off the bus or the driver hangs: look for NVRM and Xid in the kernel log, then reboot",
         )
+    if "libnvidia-ml" in said:
+        return Finding(
+            "libnvidia_ml_missing",
+            f"nvidia-smi does not find the driver's library: {said}",
+            "Install the driver's libraries (in a container: of the host's version), then run ldconfig",
+        )
     if done.rc == NOT_FOUND:
         return Finding(
             "nvidia_smi_missing",
@@ -164,17 +223,12 @@ def smi_problem(done: Result, timeout: float) -> Finding:
 
 
 def with_processes(
-    runner: Runner, gpus: Sequence[Gpu], proc: str = "/proc", timeout: float = 30.0
+    runner: Runner, gpus: Sequence[Gpu], proc: str = "/proc", timeout: float = 30.0, *, alone: bool = False
 ) -> tuple[list[Gpu], list[Finding]]:
-    """Add the compute processes to the GPUs they are on, each with its unit."""
-    done = runner.run(
-        [
-            "nvidia-smi",
-            "--query-compute-apps=gpu_uuid,pid,process_name,used_gpu_memory",
-            "--format=csv,noheader,nounits",
-        ],
-        timeout=timeout,
-    )
+    """Add the compute processes to the GPUs they are on, each with its unit; alone asks for no other GPU."""
+    fields = ("gpu_uuid", "pid", "process_name", "used_gpu_memory")
+    only = [gpu.uuid for gpu in gpus if gpu.uuid] if alone else []
+    done, _fields = ask(runner, fields, fields, timeout, "compute-apps", only)
     if done.rc != 0:
         finding = smi_problem(done, timeout)
         return list(gpus), [

@@ -22,6 +22,7 @@ from ansible_collections.gpufleet.sglang.plugins.module_utils._flags import (
     SETTINGS,
     UNIQUE,
     Flag,
+    companions,
     extra_flags,
     nearest,
     settings_flags,
@@ -170,7 +171,8 @@ def _flags(
     ]
     flags, wrong = settings_flags(settings, options, where, gpu, plan.version)
     extra_list, extra_wrong = extra_flags(extra, flags, options, where, gpu)
-    return [*flags, *extra_list], [*found, *wrong, *extra_wrong]
+    flags = [*flags, *extra_list]
+    return [*flags, *companions(flags)], [*found, *wrong, *extra_wrong]
 
 
 def _own(

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ansible_collections.gpufleet.sglang.plugins.module_utils import _gpu_container, _gpu_state, _gpus, _host
-from ansible_collections.gpufleet.sglang.plugins.module_utils._finding import WARNING, Finding
+from ansible_collections.gpufleet.sglang.plugins.module_utils._finding import ERROR, WARNING, Finding, errors
 from ansible_collections.gpufleet.sglang.plugins.module_utils._gone import Gone, broken_nodes, settle
 from ansible_collections.gpufleet.sglang.plugins.module_utils._gpus import Gpu
 from ansible_collections.gpufleet.sglang.plugins.module_utils._instance import read_applied
@@ -49,27 +49,46 @@ class GpuFacts:
 
 
 def look_at_gpus(
-    host: _host.Host, device: str, timeout: float = 30.0, *, processes: bool = True, config_dir: str = ""
+    host: _host.Host, device: str, timeout: float = 30.0, *, config_dir: str = "", wanted: Sequence[object] = ()
 ) -> GpuFacts:
     """Ask the driver for the GPUs and their processes; nothing is asked on device cpu.
 
-    config_dir: where the servers' files lie; GPUs that have a server keep its number.
+    config_dir: where the servers' files lie; GPUs that have a server keep its number. wanted: sglang_server_gpus.
     """
     if device == "cpu":
         return GpuFacts()
     gpus, findings = _gpus.query(host.runner, timeout)
+    lost: dict[_gpus.KernelGpu, str] = {}
+    if [item.code for item in findings] == ["nvidia_smi_failed"]:
+        each, lost = _gpus.one_by_one(host.runner, _gpus.kernel_gpus(host.proc), min(timeout, 10.0))
+        gpus, findings, lost = (each, [], lost) if each else (gpus, findings, {})
     known = not findings
-    if gpus and processes:
-        gpus, more = _gpus.with_processes(host.runner, gpus, host.proc, timeout)
+    if gpus:
+        gpus, more = _gpus.with_processes(host.runner, gpus, host.proc, timeout, alone=bool(lost))
         findings = [*findings, *more]
     rolled_out = {gpu: item.uuid for gpu, item in read_applied(config_dir).items()} if config_dir and known else {}
-    gpus, gone = settle(gpus, rolled_out, broken_nodes(host.runner, gpus, rolled_out, host.proc, host.dev))
-    return GpuFacts(gpus, known, True, findings, gone)
+    broken = broken_nodes(host.runner, gpus, rolled_out, host.proc, host.dev)
+    broken.update({item.uuid: why for item, why in lost.items() if item.uuid})
+    gpus, gone = settle(gpus, rolled_out, broken)
+    # a container sees in /proc the GPUs that were not passed in, too
+    here = {item: why for item, why in lost.items() if Path(f"{host.dev}/nvidia{item.minor}").exists()}
+    return GpuFacts(gpus, known, True, [*findings, *_never_served(here, gone, wanted)], gone)
+
+
+def _never_served(lost: Mapping[_gpus.KernelGpu, str], gone: Sequence[Gone], wanted: Sequence[object]) -> list[Finding]:
+    """Name the GPUs that do not answer and never had a server; where every GPU is wanted that stops the deploy."""
+    told = {item.uuid for item in gone}
+    remedy = "Look for NVRM and Xid in the kernel log; to go on without it, name the others in sglang_server_gpus"
+    return [
+        Finding("gpu_lost", f"the GPU at {item.bus_id} does not answer: {why}", remedy, WARNING if wanted else ERROR)
+        for item, why in lost.items()
+        if item.uuid not in told and (item.uuid or not gone)  # without a UUID it is one of those that are gone
+    ]
 
 
 def collect(host: _host.Host, wanted: Wanted, timeout: float = 30.0) -> tuple[dict[str, Any], list[Finding]]:
     """Look at everything, then judge it: returns the facts and the findings."""
-    seen = look_at_gpus(host, wanted.device, timeout, config_dir=wanted.config_dir)
+    seen = look_at_gpus(host, wanted.device, timeout, config_dir=wanted.config_dir, wanted=wanted.gpus)
     sockets = listeners(host.proc)
     facts: dict[str, Any] = {
         "device": wanted.device,
@@ -89,7 +108,7 @@ def collect(host: _host.Host, wanted: Wanted, timeout: float = 30.0) -> tuple[di
     findings = [*seen.findings, *findings]
     if seen.checked:
         chosen = [gpu for gpu in seen.gpus if gpu.index in {slot.gpu for slot in slots}]
-        more, wrong = _container(host, wanted, seen, chosen, complete=not findings, timeout=timeout)
+        more, wrong = _container(host, wanted, seen, chosen, complete=not errors(findings), timeout=timeout)
         facts.update(more)
         findings.extend(wrong)
         findings.extend(gpu_problems(chosen, _running(slots, sockets)))
@@ -149,7 +168,7 @@ def _container(
     host: _host.Host, wanted: Wanted, seen: GpuFacts, chosen: Sequence[Gpu], *, complete: bool, timeout: float
 ) -> tuple[dict[str, Any], list[Finding]]:
     """Look at how the GPUs got here (device nodes, cgroup, driver) and at the state they are in."""
-    kernel = _gpu_state.kernel_gpus(host.proc)
+    kernel = _gpus.kernel_gpus(host.proc)
     paths = _gpus.device_nodes(chosen, host.proc, host.dev)
     if not complete:  # a GPU that is wanted is not seen: one of the kernel's may not have been passed in
         paths += [f"{host.dev}/nvidia{gpu.minor}" for gpu in kernel if gpu.minor is not None]

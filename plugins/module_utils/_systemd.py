@@ -32,6 +32,7 @@ PROPERTIES = (
     "Job",
     "DropInPaths",
 )
+COMPILERS = frozenset(("nvcc", "cicc", "ptxas", "ninja", "cc1plus", "cudafe++", "fatbinary"))
 
 
 class SystemdError(Exception):
@@ -138,6 +139,17 @@ def cgroup_pids(control_group: str, root: str = "/sys/fs/cgroup") -> list[int]:
         if pids:
             break
     return pids
+
+
+def names_of(pids: Sequence[int], proc: str = "/proc") -> set[str]:
+    """Return the names of processes, those that are gone left out."""
+    found = set()
+    for pid in pids:
+        try:
+            found.add(Path(f"{proc}/{pid}/comm").read_text().strip())
+        except OSError:
+            continue
+    return found
 
 
 def unit_of_pid(pid: int, proc: str = "/proc") -> str | None:

@@ -276,6 +276,11 @@ class Fleet:
             self.runner.run(["systemctl", "reset-failed", *units])
         return out
 
+    def give_up(self, units: Sequence[str]) -> None:
+        """End at once units that are being stopped and do not get on; the job that stops them goes on."""
+        if units:
+            self.runner.run(["systemctl", "kill", "--signal=SIGKILL", *units])
+
     def settled(self, before: Mapping[str, str], actions: Mapping[str, str]) -> dict[str, UnitState]:
         """Return the units whose job is done: a start has another InvocationID, a stop is no longer active."""
         states = show(self.runner, list(before))
@@ -317,7 +322,7 @@ class Fleet:
             return
         # Stop first: then the kill is the end of a stop, not a crash that Restart= answers.
         self._systemctl("stop", "--no-block", *units)
-        self.runner.run(["systemctl", "kill", "--signal=SIGKILL", *units])
+        self.give_up(units)
         self._systemctl("stop", *units, timeout=90)
 
     def _systemctl(self, *args: str, timeout: float = 60.0) -> None:

@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Callable
 
-from ansible_collections.gpufleet.sglang.plugins.module_utils import _kept
+from ansible_collections.gpufleet.sglang.plugins.module_utils import _drain, _kept
 from ansible_collections.gpufleet.sglang.plugins.module_utils._files import FileSpec
 from ansible_collections.gpufleet.sglang.plugins.module_utils._instance import Instance
+from ansible_collections.gpufleet.sglang.plugins.module_utils._systemd import COMPILERS, cgroup_pids, names_of, show
 from ansible_collections.gpufleet.sglang.plugins.module_utils._units import Fleet, Outcome, Server, UnitsError
 
 
@@ -64,21 +65,37 @@ def shared_files(rendered: Mapping[str, Any]) -> list[FileSpec]:
 
 def wait_settled(
     fleet: Fleet,
+    instances: Sequence[Instance],
     before: Mapping[str, str],
     actions: Mapping[str, str],
     seconds: float,
     clock: Callable[[], float],
     sleep: Callable[[float], None],
 ) -> dict[str, Any]:
-    """Wait up to seconds for every unit's job; returns settled (all are), pending and InvocationID by unit."""
+    """Wait up to seconds for every unit's job; returns settled (all are), pending and InvocationID by unit.
+
+    Of those that are being stopped it returns the signs of life as well.
+    """
     end = clock() + seconds
     while True:
         done = fleet.settled(before, actions)
         pending = sorted(set(before) - set(done))
         if not pending or clock() >= end:
             ids = {unit: state.invocation_id for unit, state in done.items() if actions.get(unit) != "stop"}
-            return {"settled": not pending, "pending": pending, "invocations": ids}
+            signs = _signs(fleet, [item for item in instances if item.unit in pending])
+            return {"settled": not pending, "pending": pending, "invocations": ids, "signs": signs}
         sleep(0.2)
+
+
+def _signs(fleet: Fleet, instances: Sequence[Instance]) -> dict[str, str | None]:
+    """Return what changes while a server that is being stopped works off its requests; None while it compiles."""
+    states = show(fleet.runner, [item.unit for item in instances])
+    found: dict[str, str | None] = {}
+    for item in instances:
+        if states[item.unit].active_state == "deactivating":
+            compiling = COMPILERS & names_of(cgroup_pids(states[item.unit].control_group))
+            found[item.unit] = None if compiling else _drain.sign_in(_drain.load_of(item))
+    return found
 
 
 def outcome_result(outcome: Outcome, servers: Sequence[Server]) -> dict[str, Any]:

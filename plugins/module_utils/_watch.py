@@ -39,8 +39,10 @@ from ansible_collections.gpufleet.sglang.plugins.module_utils._probe import Prob
 from ansible_collections.gpufleet.sglang.plugins.module_utils._runner import Runner
 from ansible_collections.gpufleet.sglang.plugins.module_utils._siblings import stand_out
 from ansible_collections.gpufleet.sglang.plugins.module_utils._systemd import (
+    COMPILERS,
     UnitState,
     cgroup_pids,
+    names_of,
     show,
     unit_of_pid,
 )
@@ -51,7 +53,6 @@ SETTLE = 5  # tenths of a second for a ready line to arrive ...
 FRESH = 3600.0  # ... of a server that started so many seconds ago, or less
 GRACE = 1.0  # s that bad news waits for answers that are on their way
 PROBE_EVERY = 1.0  # s between two questions to a server that is not ready
-COMPILERS = frozenset(("nvcc", "cicc", "ptxas", "ninja", "cc1plus", "cudafe++", "fatbinary"))
 
 Explain = Callable[[Sequence[Case]], dict[str, dict[str, Any]]]
 Place = Callable[[Sequence[Instance]], dict[str, tuple[bool, str]]]  # by unit: on its GPU?, on which others
@@ -119,13 +120,7 @@ class Host:
 
     def names(self, pids: Sequence[int]) -> set[str]:
         """Return the names of these processes."""
-        found = set()
-        for pid in pids:
-            try:
-                found.add(Path(f"{self.proc}/{pid}/comm").read_text().strip())
-            except OSError:
-                continue
-        return found
+        return names_of(pids, self.proc)
 
     def cpu(self, pids: Sequence[int]) -> float:
         """Return the CPU seconds these processes have used (where systemd does no accounting)."""

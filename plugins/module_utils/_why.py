@@ -16,6 +16,7 @@ from typing import Any
 
 from ansible_collections.gpufleet.sglang.plugins.module_utils._diagnose import Diagnosis, diagnose
 from ansible_collections.gpufleet.sglang.plugins.module_utils._diagnose_log import Log, Reader
+from ansible_collections.gpufleet.sglang.plugins.module_utils._drain import MOVING
 from ansible_collections.gpufleet.sglang.plugins.module_utils._facts import Seen, collect
 from ansible_collections.gpufleet.sglang.plugins.module_utils._health import Look, Memory, Verdict, exit_of
 from ansible_collections.gpufleet.sglang.plugins.module_utils._instance import Instance
@@ -177,8 +178,7 @@ def standing(case: Case, pause: float = 1.0) -> str:
         return ""
     time.sleep(pause)
     second = _load(probe)
-    moving = ("num_used_tokens", "total_prefill_uncached_tokens", "decode_moments", "num_running_reqs")
-    if second and all(first.get(name) == second.get(name) for name in moving):
+    if second and all(first.get(name) == second.get(name) for name in MOVING):
         return f"{first['num_running_reqs']} requests run and no token came in {pause:g} s"
     return ""
 

@@ -293,7 +293,11 @@ def look(params: dict[str, Any]) -> PlanFacts:
         sockets = [Listener(**item) for item in given.get("listeners") or []]
         return PlanFacts(gpus, True, (), found, sockets, model, home)
     seen = look_at_gpus(
-        Host(SubprocessRunner()), params["device"], float(params["timeout"]), config_dir=params["config_dir"]
+        Host(SubprocessRunner()),
+        params["device"],
+        float(params["timeout"]),
+        config_dir=params["config_dir"],
+        wanted=params["gpus"],
     )
     return PlanFacts(seen.gpus, seen.known, seen.gone, [*found, *seen.findings], listeners(), model, home)
 

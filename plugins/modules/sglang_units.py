@@ -112,6 +112,12 @@ options:
     description: Seconds to wait for systemd to finish its jobs; a stop drains requests.
     type: int
     default: 420
+  stall_timeout:
+    description:
+      - Seconds without a token, and without a request less, after which a server is waited for no longer when it is
+        taken out of service, and killed when it is being stopped. A server that compiles a kernel counts as at work.
+    type: int
+    default: 60
   rendered:
     description: Filled in by the action plugin; files and digest by unit.
     type: dict
@@ -128,6 +134,11 @@ options:
     description: Filled in by the action plugin; the action by unit.
     type: dict
     default: {}
+  stalled:
+    description: Filled in by the action plugin; units that are being stopped and have stood still for too long.
+    type: list
+    elements: str
+    default: []
   begun:
     description: Filled in by the action plugin; seconds since O(state=drained) began.
     type: float
@@ -202,6 +213,10 @@ requests:
   description: Requests in flight by unit; V(null) where the engine does not tell.
   returned: when O(state=drained)
   type: dict
+signs:
+  description: What tells of progress, by unit; the action plugin compares one call with the next.
+  returned: when O(state=drained) or O(state=settled)
+  type: dict
 drained:
   description: Whether waiting is over.
   returned: when O(state=drained)
@@ -257,8 +272,10 @@ ARGUMENT_SPEC = {
     "settle_timeout": {"type": "int", "default": 420},
     "rendered": {"type": "dict", "default": {}},
     "rendered_secrets": {"type": "dict", "default": {}, "no_log": True},
+    "stall_timeout": {"type": "int", "default": 60},
     "before": {"type": "dict", "default": {}},
     "actions": {"type": "dict", "default": {}},
+    "stalled": {"type": "list", "elements": "str", "default": []},
     "begun": {"type": "float", "default": 0.0},
     "slice_seconds": {"type": "float", "default": 5.0},
 }
@@ -280,8 +297,15 @@ def main() -> None:
                 instances, params["units"], params["rendered"], params["rendered_secrets"], params["config_dir"]
             )
         if params["state"] == "settled":
+            fleet.give_up(params["stalled"])
             result = wait_settled(
-                fleet, params["before"], params["actions"], params["slice_seconds"], time.monotonic, time.sleep
+                fleet,
+                instances,
+                params["before"],
+                params["actions"],
+                params["slice_seconds"],
+                time.monotonic,
+                time.sleep,
             )
             sign_of_life()
             module.exit_json(changed=False, **result)

@@ -83,19 +83,95 @@ def test_a_dead_operators_plan_is_followed_and_a_far_ones_lock_times_out(fleet, 
     assert fleet.sh(f"ls {LOCK}", rc=None) == ""
 
 
-def test_a_server_killed_under_load_comes_back_alone(fleet):
-    """As the kernel does when memory runs out: no warning, no drain. (What names that cause: scenario causes.)"""
+def test_a_server_killed_for_memory_under_load_comes_back_alone(fleet):
+    """A limit in a drop-in, and a server that grows with each request: the kernel kills it, without a drain."""
+    folder, fault = "/etc/systemd/system/sglang@3.service.d", f"/var/lib/sglang/standin-fault-{PORT + 3}"
+    limit = "[Service]\\nMemoryMax=200M\\nMemoryLimit=200M\\nMemorySwapMax=0\\n"
+    fleet.sh(f"mkdir {folder}; printf '{limit}' > {folder}/memory.conf; echo leak:8 > {fault}")
     fleet.play("deploy")
-    pids = fleet.pids(GPUS)
+    fleet.sh(f"rm {fault}")  # after its next start it does not grow
+    pids, uid = fleet.pids(GPUS), fleet.sh("id -u sglang").strip()
+    begun = time.monotonic()
     with load(fleet) as told:
-        time.sleep(1)
-        fleet.sh(f"kill -KILL {pids[3]}")
-        fleet.wait(lambda: int(fleet.units([3])[3]["NRestarts"]) >= 1, 30, "a restart by systemd")
+        fleet.wait(lambda: int(fleet.units([3])[3]["NRestarts"]) >= 1, 60, "a restart by systemd")
         fleet.wait(lambda: fleet.answers(PORT + 3), 60, "GPU 3 answers again")
+    # test hosts share this machine's kernel
+    kernel = subprocess.run(["dmesg"], capture_output=True, text=True, check=True).stdout
+    killed = re.findall(
+        rf"^\[ *([\d.]+)\] Memory cgroup out of memory: Killed process .*UID:{uid}", kernel, re.MULTILINE
+    )
+    assert killed and float(killed[-1]) > begun, kernel[-2000:]
     assert changed(fleet, pids) == [3]
     assert told["failed"] == 0, told
     assert told["requests"] > 100
     assert fleet.play("deploy").changed == 0
+    fleet.sh(f"rm -r {folder}")
+    fleet.play("deploy")
+    assert changed(fleet, pids) == [3]
+    assert fleet.play("deploy").changed == 0
+
+
+def test_a_server_that_stands_still_is_not_waited_for(fleet):
+    """Requests run and no token comes: neither a change nor a stop waits for its whole stop_timeout (300 s)."""
+    fault = f"/var/lib/sglang/standin-fault-{PORT + 3}"
+    extra = {"sglang_server_watchdog_timeout": 119, "sglang_server_stall_timeout": 5}
+    ask = f'nohup curl -s -m 600 -o /dev/null http://127.0.0.1:{PORT + 3}/generate -d \'{{"text": "hello"}}\' &'
+    try:
+        for playbook in ("deploy", "stop"):
+            fleet.sh(f"echo stall > {fault}; systemctl restart sglang@3")
+            fleet.wait(lambda: fleet.http(PORT + 3, "/v1/models")[0] == 200, 60, "it listens")
+            fleet.sh(f"rm {fault}; {ask} sleep 1")
+            run = fleet.play(playbook, extra=extra)
+            print(f"{playbook} with a server that stands still: {run.seconds:.0f} s")
+            assert "sglang@3.service: no sign of progress for 5 s while it stops: killed" in run.output
+            assert run.seconds < 240
+    finally:
+        fleet.sh(f"rm -f {fault}")
+    fleet.play("start")
+    assert fleet.play("deploy", extra=extra).changed == 0
+
+
+def test_a_slow_request_is_waited_for_as_long_as_tokens_come(fleet):
+    fault = f"/var/lib/sglang/standin-fault-{PORT + 3}"
+    fleet.sh(f"echo tokens-per-second:10 > {fault}; systemctl restart sglang@3; sleep 1; rm {fault}")
+    fleet.wait(lambda: fleet.answers(PORT + 3), 60, "GPU 3 answers")
+    body = json.dumps({"text": "hello", "sampling_params": {"max_new_tokens": 300}})
+    ask = f"curl -s -m 600 http://127.0.0.1:{PORT + 3}/generate -d '{body}'"
+    client = subprocess.Popen([*fleet.ssh_args, ask], stdout=subprocess.PIPE, text=True)
+    time.sleep(1)
+    run = fleet.play("stop", extra={"sglang_server_stall_timeout": 5, "sglang_server_drain_timeout": 3})
+    assert json.loads(client.communicate(timeout=60)[0])["meta_info"]["completion_tokens"] == 300
+    assert "killed" not in run.output
+    fleet.play("start")
+
+
+@pytest.mark.parametrize(
+    "moment",
+    [
+        r"out of service after .*sglang@0",
+        r"sglang@0\S*: restart",
+        r"TASK .*Remember what has answered",
+        r"sglang@3\S*: restart",
+        r"TASK .*Add to the history",
+    ],
+)
+def test_a_release_switch_killed_at_any_moment_is_finished_by_the_next_run(fleet, tmp_path, moment):
+    runs = "standin" if runs_from(fleet, "second", 0) else "second"
+    extra = {"sglang_server_release": runs, "sglang_server_max_unavailable": 4}
+    with load(fleet) as told:
+        run = fleet.launch("deploy", extra=extra)
+        run.wait_for(moment)
+        run.kill()
+        fleet.play("deploy", extra=extra)
+    assert (told["failed"], told["sent_to_draining"]) == (0, 0), told
+    assert told["requests"] > 100
+    assert all(runs_from(fleet, runs, gpu) for gpu in GPUS)
+    assert fleet.sh("ls /run/gpufleet-sglang/draining") == ""
+    assert not any(status(fleet, tmp_path).values())
+    again = fleet.play("deploy", extra=extra)
+    assert again.changed == 0, again.changed_tasks()
+    entry = json.loads(fleet.sh("tail -1 /etc/sglang/history.jsonl"))
+    assert entry["release"] == runs
 
 
 def test_a_full_disk_while_rendering_touches_no_server(fleet):

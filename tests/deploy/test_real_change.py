@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 from pathlib import Path
 
@@ -24,10 +25,13 @@ def load(fleet, threads=3):
     return subprocess.Popen([*fleet.ssh_args, command], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
-def judged(client, what):
-    """End the client and check its counts."""
+def judged(client, run, what):
+    """End the client and check its counts; prints them, and when each server went and came back."""
     told = json.loads(client.communicate(timeout=180)[0])
-    print(f"{what}: {json.dumps(told)}")
+    print(f"{what}, {run.seconds:.0f} s: {json.dumps(told)}")
+    for when, text in run.lines:
+        if re.search(r"out of service after|: restart \(|: ready after", text):
+            print(f"  {when - run.started:4.0f} s  {text}")
     assert told["requests"] > 0
     assert told["failed"] == 0, told
     assert told["sent_to_draining"] == 0, told
@@ -55,7 +59,7 @@ def test_one_variable_changes_under_load(fleet):
     client = load(fleet)
     extra = {**ONE, "sglang_server_instances": [{"gpu": "2", "max_running_requests": 16}]}
     run = fleet.play("deploy", extra=extra, timeout=900)
-    told = judged(client, f"one server's flag, deploy {run.seconds:.0f} s")
+    told = judged(client, run, "one server's flag, deploy")
     assert told["requests"] >= 3
     after = fleet.pids(GPUS)
     assert [gpu for gpu in GPUS if after[gpu] != pids[gpu]] == [2]
@@ -66,7 +70,7 @@ def test_the_release_switches_under_load(fleet, other):
     client = load(fleet)
     extra = {**ONE, **other, "sglang_server_reason": "a try of the other engine"}
     run = fleet.play("deploy", extra=extra, timeout=900)
-    judged(client, f"{before} -> {OTHER}, deploy {run.seconds:.0f} s")
+    judged(client, run, f"{before} -> {OTHER}, deploy")
     assert versions(fleet) == [OTHER] * 3
     entry = json.loads(fleet.sh("tail -1 /etc/sglang/history.jsonl"))
     assert (entry["release"], entry["previous"], entry["why"]) == (OTHER, before, "a try of the other engine")
@@ -84,7 +88,7 @@ def test_it_goes_back_under_load_without_the_wheels(fleet):
         extra={**ONE, "sglang_server_reason": "memory", "sglang_server_wheel_dir": "/nowhere"},
         timeout=900,
     )
-    judged(client, f"rollback {OTHER} -> {before}, {run.seconds:.0f} s")
+    judged(client, run, f"rollback {OTHER} -> {before}")
     assert versions(fleet) == [before] * 3
     entry = json.loads(fleet.sh("tail -1 /etc/sglang/history.jsonl"))
     assert (entry["what"], entry["release"], entry["why"], entry["who"] != "") == ("rollback", before, "memory", True)

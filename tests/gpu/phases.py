@@ -328,8 +328,6 @@ def hybrid(context: Context) -> dict[str, Any]:
         # No FlashInfer attention for heads of 256: building it takes longer than the rest of this phase
         wish: dict[str, Any] = {"sglang_server_mamba_strategy": strategy, "sglang_server_max_running_requests": 4096}
         wish |= {"sglang_server_attention_backend": "triton"}
-        if strategy == "no_buffer":  # asked for by name, SGLang 0.5.17 insists on this as well
-            wish["sglang_server_extra_args"] = {"disable-overlap-schedule": True}
         played, found = context.deploy(f"hybrid-{strategy}", model="hybrid", **wish)
         data["strategies"][strategy] = found
         rows = found["memory"]

@@ -35,6 +35,8 @@ class Engine:
         self.state = "Starting"
         self.draining = False
         self.in_flight: set[str] = set()
+        self.leaked: list[bytes] = []
+        self.moving: set[str] = set()  # those that get tokens
         self.lock = threading.Lock()
         self.children: dict[str, int] = {}
         cpu = args.device == "cpu"

@@ -31,6 +31,7 @@ KNOWN = frozenset(
         "stall",
         "swallowed",
         "tokens-per-second",
+        "leak",
     ]
 )
 

@@ -181,6 +181,8 @@ class Handler(BaseHTTPRequestHandler):
         answer = body("v1_loads")
         with self.engine.lock:
             running = len(self.engine.in_flight)
+            if self.engine.moving:
+                answer["loads"][0]["decode_moments"] = [time.time()] * 6
         answer["version"] = __version__
         answer["timestamp"] = time.strftime("%Y-%m-%dT%H:%M:%S.000000+00:00", time.gmtime())
         answer["loads"][0].update(
@@ -227,6 +229,7 @@ class Handler(BaseHTTPRequestHandler):
         finally:
             with self.engine.lock:
                 self.engine.in_flight.discard(rid)
+                self.engine.moving.discard(rid)
 
     def answer(self, path: str, request: dict[str, Any], prompt: int, rid: str) -> None:
         """Produce tokens at a steady rate, streamed or at once."""
@@ -234,6 +237,10 @@ class Handler(BaseHTTPRequestHandler):
         self.hang_while(lambda: engine.dead)
         self.server.say_prefill(prompt)
         self.hang_while(lambda: "stall" in engine.faults)
+        with engine.lock:
+            engine.moving.add(rid)
+            if "leak" in engine.faults:  # so many MiB with each request
+                engine.leaked.append(b"x" * int(engine.faults["leak"] * (1 << 20)))
         if "garbage" in engine.faults:
             self.send(200, b"\x00\x01 not what you asked for \xff")
             return

@@ -75,14 +75,55 @@ def test_a_run_is_alive_while_its_very_process_is():
     assert _run.this_run()["pid"] == os.getppid()
 
 
+THREE, FOUR = "sglang@3.service", "sglang@4.service"
+
+
+def test_a_server_that_stands_still_is_not_waited_for(monkeypatch):
+    lines = []
+    monkeypatch.setattr(sglang_units.display, "display", lines.append)
+    clock = iter([0.0, 0.0, 5.0, 5.0, 35.0, 35.0, 67.0])
+    monkeypatch.setattr(sglang_units.time, "monotonic", lambda: next(clock))
+    script = [
+        {"drained": False, "requests": {THREE: 1, FOUR: 1}, "signs": {THREE: "a", FOUR: "b"}},
+        {"drained": False, "requests": {THREE: 1, FOUR: 1}, "signs": {THREE: "a", FOUR: "c"}},
+        {"drained": False, "requests": {THREE: 1, FOUR: 0}, "signs": {THREE: "a"}},
+    ]
+    action(sglang_units, script, [], state="drained", stall_timeout=60)
+    assert lines[-1] == (
+        f"ct200: out of service after 67 s: {THREE}, {FOUR}; still at work, their own stop waits for them: {THREE} 1"
+    )
+
+
+def test_a_server_that_stands_still_while_it_stops_is_killed(monkeypatch):
+    calls, lines = [], []
+    monkeypatch.setattr(sglang_units.display, "display", lines.append)
+    clock = iter(range(0, 1000, 10))
+    monkeypatch.setattr(sglang_units.time, "monotonic", lambda: next(clock))
+    stopping = {"settled": False, "invocations": {}, "pending": [THREE, FOUR]}
+    script = [
+        {
+            "units": [{"unit": unit, "gpu": unit[7], "action": "stop", "reason": "x"} for unit in (THREE, FOUR)],
+            "before": {},
+        },
+        {**stopping, "signs": {THREE: "", FOUR: "5 tokens"}},
+        {**stopping, "signs": {THREE: "", FOUR: "6 tokens"}},
+        {**stopping, "signs": {THREE: "", FOUR: None}},  # it compiles
+        {**stopping, "signs": {THREE: "", FOUR: "6 tokens"}},
+        {"settled": True, "invocations": {}, "pending": [], "signs": {}},
+    ]
+    action(sglang_units, script, calls, state="stopped", stall_timeout=60)
+    assert [call["stalled"] for call in calls[1:]] == [[], [], [], [], [THREE]]
+    assert f"ct200 {THREE}: no sign of progress for 60 s while it stops: killed" in lines
+
+
 def test_a_drain_is_waited_for_in_slices(monkeypatch):
     calls, lines = [], []
     monkeypatch.setattr(sglang_units.display, "display", lines.append)
     clock = iter([0.0, 0.0, 5.0, 5.0, 9.0])
     monkeypatch.setattr(sglang_units.time, "monotonic", lambda: next(clock))
     script = [
-        {"drained": False, "requests": {"sglang@3.service": 2, "sglang@4.service": 0}},
-        {"drained": True, "requests": {"sglang@3.service": 0, "sglang@4.service": None}},
+        {"drained": False, "requests": {"sglang@3.service": 2, "sglang@4.service": 0}, "signs": {}},
+        {"drained": True, "requests": {"sglang@3.service": 0, "sglang@4.service": None}, "signs": {}},
     ]
     result = action(sglang_units, script, calls, state="drained", units=["sglang@3.service", "sglang@4.service"])
     assert result["drained"] is True

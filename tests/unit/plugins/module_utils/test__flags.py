@@ -6,6 +6,7 @@ import pytest
 from ansible_collections.gpufleet.sglang.plugins.module_utils._flags import (
     SETTINGS,
     Flag,
+    companions,
     extra_flags,
     settings_flags,
     typed,
@@ -62,6 +63,22 @@ def test_setting_becomes_the_engines_own_flag(setting, value, expected):
     for version, line in zip(VERSIONS, expected):
         flags, findings = settings_flags({setting: value}, engine(version), "sglang_server")
         assert (" ".join(words(flags)), findings) == (line, [])
+
+
+@pytest.mark.parametrize(
+    ("flags", "added"),
+    [
+        ([Flag("mamba-radix-cache-strategy", ("no_buffer",))], ["--disable-overlap-schedule"]),
+        ([Flag("mamba-scheduler-strategy", ("no_buffer",))], ["--disable-overlap-schedule"]),
+        ([Flag("mamba-radix-cache-strategy", ("auto",))], []),
+        ([Flag("mamba-radix-cache-strategy", ("extra_buffer",))], []),
+        ([Flag("mamba-radix-cache-strategy", ("no_buffer",)), Flag("disable-overlap-schedule")], []),
+        ([Flag("mamba-radix-cache-strategy", ("no_buffer",)), Flag("disable-radix-cache")], []),
+        ([Flag("enable-metrics")], []),
+    ],
+)
+def test_no_buffer_by_name_comes_without_the_overlap_schedule(flags, added):
+    assert words(companions(flags)) == added
 
 
 def test_every_setting_has_a_flag_in_every_version():

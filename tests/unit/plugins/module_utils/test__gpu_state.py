@@ -6,8 +6,7 @@ import dataclasses
 
 import pytest
 from ansible_collections.gpufleet.sglang.plugins.module_utils import _gpu_state as state
-from ansible_collections.gpufleet.sglang.plugins.module_utils._gpu_state import KernelGpu
-from ansible_collections.gpufleet.sglang.plugins.module_utils._gpus import parse_gpus
+from ansible_collections.gpufleet.sglang.plugins.module_utils._gpus import KernelGpu, kernel_gpus, parse_gpus
 from ansible_collections.gpufleet.sglang.plugins.module_utils._runner import Result
 from hosts import UUIDS, smi
 
@@ -137,6 +136,4 @@ def test_the_kernels_own_list(tmp_path):
         "Model: \t\t NVIDIA H200\nIRQ:   \t\t 38\nGPU UUID: \t GPU-e96966d9-8404-a4e7-1f9a-1b74912f9b48\n"
         "Bus Location: \t 0000:00:06.0\nDevice Minor: \t 0\nGPU Excluded:\t No\n"
     )
-    assert state.kernel_gpus(str(tmp_path)) == [
-        KernelGpu("0000:00:06.0", 0, "GPU-e96966d9-8404-a4e7-1f9a-1b74912f9b48")
-    ]
+    assert kernel_gpus(str(tmp_path)) == [KernelGpu("0000:00:06.0", 0, "GPU-e96966d9-8404-a4e7-1f9a-1b74912f9b48")]

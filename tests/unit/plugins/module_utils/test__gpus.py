@@ -71,6 +71,12 @@ def test_a_required_field_that_is_not_known_does_not_loop(runner):
         (124, "", "nvidia_smi_hung"),
         (127, "", "nvidia_smi_missing"),
         (
+            127,
+            "nvidia-smi: error while loading shared libraries: libnvidia-ml.so.1: cannot open shared object file\n",
+            "libnvidia_ml_missing",
+        ),
+        (12, "NVIDIA-SMI couldn't find libnvidia-ml.so library in your system.\n", "libnvidia_ml_missing"),
+        (
             18,
             "Failed to initialize NVML: Driver/library version mismatch\nNVML library version: 580.95\n",
             "driver_mismatch",

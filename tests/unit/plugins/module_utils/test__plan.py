@@ -76,6 +76,7 @@ def test_ct200(version, mamba):
             "--model-path", MODEL, "--host", "127.0.0.1", "--port", str(30000 + index),
             "--mem-fraction-static", "0.85", "--max-running-requests", "64", "--chunked-prefill-size", "4096",
             "--attention-backend", "flashinfer", mamba, "no_buffer", "--reasoning-parser", "qwen3", "--enable-metrics",
+            "--disable-overlap-schedule",
         ]  # fmt: skip
         assert item.uuid == item.environment["CUDA_VISIBLE_DEVICES"] == UUIDS[index]
         assert item.environment_file == f"/etc/sglang/{index}.env"
@@ -218,7 +219,7 @@ def test_overrides_of_one_gpu():
         "127.0.0.1",
         "three",
     )
-    assert three.argv[-2:] == ["--page-size", "16"]
+    assert three.argv[-3:] == ["--page-size", "16", "--disable-overlap-schedule"]
     assert "--enable-metrics" not in three.argv
     assert "--disable-radix-cache" not in three.argv
     assert three.argv[three.argv.index("--mem-fraction-static") + 1] == "0.7"

@@ -7,6 +7,7 @@ import os
 import pytest
 from ansible_collections.gpufleet.sglang.plugins.module_utils import _units
 from ansible_collections.gpufleet.sglang.plugins.module_utils._files import FileSpec
+from ansible_collections.gpufleet.sglang.plugins.module_utils._instance import Instance
 from ansible_collections.gpufleet.sglang.plugins.module_utils._runner import Result
 from ansible_collections.gpufleet.sglang.plugins.module_utils._systemd import UnitState
 from ansible_collections.gpufleet.sglang.plugins.module_utils._units import (
@@ -227,8 +228,19 @@ def test_settled(world):
 def test_wait_settled_gives_up_its_slice(world):
     world.set(U, invocation="old", job="17")
     ticks = iter(range(100))
-    told = wait_settled(world.fleet, {U: "old"}, {U: "restart"}, 3, lambda: next(ticks), lambda s: None)
-    assert told == {"settled": False, "pending": [U], "invocations": {}}
+    told = wait_settled(world.fleet, [], {U: "old"}, {U: "restart"}, 3, lambda: next(ticks), lambda s: None)
+    assert told == {"settled": False, "pending": [U], "invocations": {}, "signs": {}}
+
+
+def test_what_is_being_stopped_tells_of_its_progress(world):
+    world.set(U, active="deactivating", sub="stop-sigterm", invocation="old", job="17")
+    # nothing listens on its port: no sign of life
+    server = Instance(0, U, "127.0.0.1", 1, [], {}, "", "")
+    ticks = iter(range(100))
+    told = wait_settled(world.fleet, [server], {U: "old"}, {U: "restart"}, 3, lambda: next(ticks), lambda s: None)
+    assert told["signs"] == {U: ""}
+    world.fleet.give_up([U])
+    assert world.runner.commands("kill", "--signal=SIGKILL", U)
 
 
 def test_a_secret_does_not_outlive_its_variable(world):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from ansible_collections.gpufleet.sglang.plugins.module_utils._drain import requests_in
+from ansible_collections.gpufleet.sglang.plugins.module_utils._drain import requests_in, sign_in
 from ansible_collections.gpufleet.sglang.plugins.module_utils._drift import (
     environment_differences,
     file_differences,
@@ -53,6 +53,13 @@ def test_a_file_is_compared_by_its_lines():
 )
 def test_requests_in_flight(payload, count):
     assert requests_in(payload) == count
+
+
+def test_what_moves_in_an_engine_that_works():
+    first = {"num_running_reqs": 1, "num_used_tokens": 10, "timestamp": 1}
+    assert sign_in({"loads": [first]}) == sign_in({"loads": [{**first, "timestamp": 2}]})
+    assert sign_in({"loads": [first]}) != sign_in({"loads": [{**first, "num_used_tokens": 11}]})
+    assert sign_in(None) == sign_in({"loads": []}) == ""
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,15 @@ def listed(*present):
     return [dataclasses.replace(EIGHT[old], index=new) for new, old in enumerate(present)]
 
 
+def rolled_out(tmp_path, gpus):
+    """The files of servers that an earlier deploy rendered."""
+    (tmp_path / "etc").mkdir()
+    for gpu in gpus:
+        data = {"gpu": gpu, "unit": f"sglang@{gpu}.service", "host": "127.0.0.1", "port": 30000 + gpu,
+                "uuid": UUIDS[gpu], "argv": [], "environment": {}, "environment_file": "", "unit_file": ""}  # fmt: skip
+        (tmp_path / f"etc/{gpu}.json").write_text(json.dumps(data))
+
+
 def by_number(gpus):
     return {gpu.index: gpu.uuid for gpu in gpus}
 
@@ -92,11 +101,7 @@ def test_a_gpu_that_never_had_a_server_is_a_mistake_in_the_inventory():
 
 
 def test_the_device_node_of_one_is_missing(tmp_path, runner):
-    (tmp_path / "etc").mkdir()
-    for gpu, uuid in enumerate(UUIDS):
-        data = {"gpu": gpu, "unit": f"sglang@{gpu}.service", "host": "127.0.0.1", "port": 30000 + gpu, "uuid": uuid,
-                "argv": [], "environment": {}, "environment_file": "", "unit_file": ""}  # fmt: skip
-        (tmp_path / f"etc/{gpu}.json").write_text(json.dumps(data))
+    rolled_out(tmp_path, range(8))
     runner.on("--query-compute-apps=gpu_uuid,pid,process_name,used_gpu_memory", stdout="")
     runner.on("nvidia-smi", stdout=smi())
     state = {f"{tmp_path}/dev/nvidia3": "2 No such file or directory"}
@@ -111,6 +116,58 @@ def test_the_device_node_of_one_is_missing(tmp_path, runner):
     state[f"{tmp_path}/dev/nvidia3"] = "1 Operation not permitted"
     assert look_at_gpus(host, "cuda", config_dir=str(tmp_path / "etc")).gone == []
     assert broken_nodes(runner, EIGHT, {}) == {}
+
+
+def fallen(tmp_path, runner, servers, lost=3, alone=True):
+    """A host of eight on which nvidia-smi fails for all since one GPU fell off the bus."""
+    for index, uuid in enumerate(UUIDS):
+        folder = tmp_path / f"proc/driver/nvidia/gpus/0000:{index + 1:02x}:00.0"
+        folder.mkdir(parents=True)
+        known = "GPU-????????-????" if index == lost else uuid
+        (folder / "information").write_text(f"GPU UUID: {known}\nDevice Minor: {index}\n")
+        (tmp_path / "dev").mkdir(exist_ok=True)
+        (tmp_path / f"dev/nvidia{index}").touch()
+    rolled_out(tmp_path, servers)
+    dead = Result(15, f"Unable to determine the device handle for GPU0000:{lost + 1:02X}:00.0: Unknown Error\n")
+
+    def answer(argv):
+        only = next((word[5:].split(",") for word in argv if word.startswith("--id=")), [])
+        if not only or not alone or f"0000:{lost + 1:02x}:00.0" in only:
+            return dead
+        rows = [row for row in smi().splitlines(True) if any(f"0000{bus}" in row.lower() for bus in only)]
+        return Result(0, "".join(rows))
+
+    runner.on_call("nvidia-smi", answer=answer)
+    runner.on_call("-c", answer=lambda argv: Result(0, "".join(f"{path} ok\n" for path in argv[3:])))
+    return Host(runner, str(tmp_path / "proc"), str(tmp_path / "dev"))
+
+
+def test_one_that_fell_off_the_bus_does_not_hide_the_others(tmp_path, runner):
+    host = fallen(tmp_path, runner, servers=range(8))
+    seen = look_at_gpus(host, "cuda", config_dir=str(tmp_path / "etc"))
+    assert [gpu.index for gpu in seen.gpus] == [0, 1, 2, 4, 5, 6, 7]
+    assert (seen.known, seen.findings) == (True, [])
+    assert [(item.gpu, item.uuid) for item in seen.gone] == [(3, UUIDS[3])]
+    asked = runner.commands("--query-compute-apps=gpu_uuid,pid,process_name,used_gpu_memory")
+    assert [UUIDS[3] in str(words) for words in asked] == [False]
+
+
+@pytest.mark.parametrize(("wanted", "severity"), [([], "error"), (["0", "1"], "warning")])
+def test_one_that_fell_off_before_it_had_a_server_is_a_problem(tmp_path, runner, wanted, severity):
+    host = fallen(tmp_path, runner, servers=[])
+    seen = look_at_gpus(host, "cuda", config_dir=str(tmp_path / "etc"), wanted=wanted)
+    assert ([gpu.index for gpu in seen.gpus], seen.gone) == ([0, 1, 2, 4, 5, 6, 7], [])
+    assert [(item.code, item.severity) for item in seen.findings] == [("gpu_lost", severity)]
+    assert "the GPU at 0000:04:00.0 does not answer: nvidia-smi failed with rc 15" in seen.findings[0].message
+    (tmp_path / "dev/nvidia3").unlink()  # not passed into this container
+    assert look_at_gpus(host, "cuda", config_dir=str(tmp_path / "etc"), wanted=wanted).findings == []
+
+
+def test_where_none_answers_alone_it_is_the_driver(tmp_path, runner):
+    host = fallen(tmp_path, runner, servers=range(8), alone=False)
+    seen = look_at_gpus(host, "cuda", config_dir=str(tmp_path / "etc"))
+    assert (seen.gpus, seen.known, seen.gone) == ([], False, [])
+    assert [item.code for item in seen.findings] == ["nvidia_smi_failed"]
 
 
 def test_its_unit_stays_while_the_inventory_asks_for_it():
