@@ -317,6 +317,7 @@ def test_only_the_longest_are_split_and_the_users_flags_stay(monkeypatch):
     assert seen == ["-lineinfo", "-lineinfo --split-compile=8"]
 
 
+@pytest.mark.parametrize(
     ("exc", "expected"),
     [
         (
