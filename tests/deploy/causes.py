@@ -84,6 +84,12 @@ CAUSES = {
             {"--model-path": "/srv/weightless"},
             before="cp -r /srv/models/tiny /srv/weightless; rm -f /srv/weightless/*.safetensors*",
         ),
+        Cause(
+            "fraction too small",
+            "kv_pool_too_small",
+            "mem-fraction-static|KV cache",
+            {"--mem-fraction-static": "0.01", "--max-total-tokens": None},
+        ),
     ],
     "ports": [
         Cause(
