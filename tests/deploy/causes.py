@@ -109,15 +109,6 @@ CAUSES = {
             lines="MemoryMax=900M\nMemoryLimit=900M\nMemorySwapMax=0",
         ),
     ],
-    # alone as well: on a CPU the budget is what is free on the host, and one that ends beside it frees some
-    "fraction": [
-        Cause(
-            "fraction too small",
-            "kv_pool_too_small",
-            "mem-fraction-static",
-            {"--mem-fraction-static": "0.000001", "--max-total-tokens": None},
-        ),
-    ],
     "killed": [
         Cause("scheduler killed", "process_killed", "scheduler|signal 9", after=(READY, kill("scheduler"))),
         Cause("detokenizer killed", "process_killed", "detokenizer|signal 9", after=(READY, kill("detokenizer"))),
