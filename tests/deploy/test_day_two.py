@@ -69,7 +69,8 @@ def test_a_server_that_stands_still_is_not_waited_for(fleet):
     """Requests run and no token comes: neither a change nor a stop waits for its whole stop_timeout (300 s)."""
     fault = f"/var/lib/sglang/standin-fault-{PORT + 3}"
     extra = {"sglang_server_watchdog_timeout": 119, "sglang_server_stall_timeout": 5}
-    ask = f'nohup curl -s -m 600 -o /dev/null http://127.0.0.1:{PORT + 3}/generate -d \'{{"text": "hello"}}\' > /dev/null 2>&1 &'
+    url, body = f"http://127.0.0.1:{PORT + 3}/generate", json.dumps({"text": "hello"})
+    ask = f"nohup curl -s -m 600 {url} -d '{body}' > /dev/null 2>&1 &"
     try:
         for playbook in ("deploy", "stop"):
             fleet.sh(f"echo stall > {fault}; systemctl restart sglang@3")
