@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import subprocess
+from contextlib import contextmanager
+from pathlib import Path
 
 GPUS = range(8)
 PORT = 30000
@@ -11,8 +14,8 @@ LOCK = "/run/gpufleet-sglang.lock"
 
 def changed(fleet, pids):
     """Return the GPUs whose server has another process than in pids."""
-    after = fleet.pids(GPUS)
-    return [gpu for gpu in GPUS if after[gpu] != pids[gpu]]
+    after = fleet.pids(list(pids))
+    return [gpu for gpu in pids if after[gpu] != pids[gpu]]
 
 
 def runs_from(fleet, release, gpu):
@@ -25,3 +28,19 @@ def status(fleet, tmp_path):
     path = tmp_path / "status.json"
     fleet.play("status", extra={"sglang_server_status_json": str(path)})
     return {row["gpu"]: row["drift"] for row in json.loads(path.read_text())}
+
+
+@contextmanager
+def load(fleet, gpus=GPUS):
+    """A client that asks all servers without a pause; yields a dictionary that has its counts afterwards."""
+    program = Path(__file__).with_name("load.py").read_text(encoding="utf-8")
+    subprocess.run([*fleet.ssh_args, "cat > /run/load.py"], input=program, text=True, check=True)
+    ports = " ".join(str(PORT + gpu) for gpu in gpus)
+    argv = [*fleet.ssh_args, f"python3 /run/load.py 0 {ports}"]
+    client = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    told: dict = {}
+    try:
+        yield told
+    finally:
+        told.update(json.loads(client.communicate(timeout=60)[0]))
+        print(told)
