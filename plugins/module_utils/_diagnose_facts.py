@@ -30,6 +30,7 @@ NOT_INITIALISED = re.compile(
 )
 BUS_ERROR = re.compile(r"\bBus error\b|\bSIGBUS\b|\bexit ?code:? ?-7\b", re.IGNORECASE)
 COMPILERS = re.compile(r"cc1plus|cicc|ptxas|nvcc|cudafe|ninja|c\+\+|g\+\+")
+_OWN = re.compile(r"this process has (\d+(?:\.\d+)?) GiB memory in use")
 Add = Callable[[str, str, str, int], None]  # code, detail, evidence, strength
 
 
@@ -56,6 +57,7 @@ class Facts:
     module_version: str = ""  # of the kernel module
     library_version: str = ""  # of libcuda / libnvidia-ml
     fabric: str = ""  # failed | inactive, on a machine with NVSwitch
+    gpu_mib: int | None = None  # the GPU's memory
     held_mib: int | None = None  # GPU memory that others hold, whether the driver names them or not
     holders: Sequence[str] = ()
     on_gpu: bool | None = None  # the server's process holds memory on its GPU
@@ -176,6 +178,16 @@ def _device(facts: Facts, log: Log, add: Add) -> None:
         add("wrong_device", detail, f"the server's process is {where}", CAUSE)
 
 
+def _was_its_own(facts: Facts, log: Log) -> bool:
+    """Say whether what is in use now was the server's own: a driver counts it for seconds after the process has ended.
+
+    The engine said at first how much was free, or PyTorch in the end how much the process had.
+    """
+    own = [float(hit[1]) for event in log.events for hit in [_OWN.search(event.text)] if hit]
+    most = max([log.free_gib or 0.0, *own]) * 1024
+    return facts.gpu_mib is not None and most > 0.9 * facts.gpu_mib
+
+
 def _memory(facts: Facts, log: Log, add: Add) -> None:
     killed = [line for line in facts.kernel if re.search(r"oom[-_]kill|Out of memory: Killed|Memory cgroup out", line)]
     if facts.oom_kills or facts.result == "oom-kill":
@@ -193,7 +205,7 @@ def _memory(facts: Facts, log: Log, add: Add) -> None:
             "gpu_memory_in_use",
             "gpu_memory_in_use",
             f"{facts.held_mib} MiB of the GPU held by {held}",
-            CAUSE if short else HINT,
+            CAUSE if short and not _was_its_own(facts, log) else HINT,
         )
     if facts.shm_mib is not None and facts.shm_mib < SHM_MIB:
         nccl = re.compile(r"NCCL.{0,40}unhandled system error|ncclSystemError")

@@ -60,6 +60,7 @@ BY_SIGNAL = re.compile(
     r"\bexit ?code:? ?-(?!3\b|15\b)\d+\b|Fatal Python error: (?:Bus error|Segmentation|Illegal|Abort)|\bSIGBUS\b", re.I
 )
 # Help that goes with every CUDA error, and says nothing of this one.
+_AVAILABLE = re.compile(r"avail mem=(\d+(?:\.\d+)?) GB")
 _CUDA_HELP = re.compile(
     r"^Search for `cuda|^CUDA kernel errors might be asynchronously|^For debugging consider passing CUDA_LAUNCH"
     r"|^Compile with `TORCH_USE_CUDA_DSA`"
@@ -148,6 +149,7 @@ class Log:
     started: bool = True  # False: the beginning of the log was not read
     ended: bool = False  # a wrapper, or systemd, said that it is over
     stopping: bool = False  # it was asked to stop: what comes then is no failure
+    free_gib: float | None = None  # of its GPU, as the engine said first
 
     @property
     def events(self) -> list[Event]:
@@ -201,6 +203,9 @@ class Reader:
         log.last.append(line[:MAX_TEXT])
         if line.startswith("Ignore import error when loading") and len(log.ignored) < HEAD:
             log.ignored.append(line[:MAX_TEXT])
+        if log.free_gib is None and "avail mem=" in line:
+            said = _AVAILABLE.search(line)
+            log.free_gib = float(said[1]) if said else None
         if not log.ended and WRAPPER.search(line):
             self._wrapper(line)
         # where every line has a prefix, those of one message are told by their indent

@@ -332,6 +332,7 @@ def _gpu(runner: Runner, instance: Instance, proc: str) -> dict[str, Any]:
         return found
     found["compute_cap"] = ours.compute_cap
     found["pci"] = ours.pci_bus_id[-12:]
+    found["gpu_mib"] = ours.memory_total_mib
     listed, failed = with_processes(runner, [ours], proc, LIMIT)
     if not failed:
         others = [item for item in listed[0].processes if item.unit != instance.unit]

@@ -89,6 +89,8 @@ def died(status):
     return [line.replace("{}", str(status)) for line in EOF]
 
 
+FREE = "[2026-12-01 17:24:08] Load weight begin. avail mem=139.13 GB"
+LATE = {"gpu_mib": 143771, "held_mib": 143013}  # the server's own, which the driver had not given back yet
 TABLE = [
     # lines, facts -> code, what the evidence begins with
     (SCHEDULER_KILLED, {**HOST, **NINE}, "process_killed", "Subprocess scheduler_0"),
@@ -111,6 +113,9 @@ TABLE = [
     ([], {**HOST, "exit_code": "dumped", "exit_status": 7, "cache_damage": DAMAGE}, "jit_cache_bad", DAMAGE),
     (MEMORY_HELD, HOST, "gpu_memory_in_use", "torch.AcceleratorError: CUDA error: out of memory"),
     (PLAIN_OOM, {**HOST, "held_mib": 142000}, "gpu_memory_in_use", "142000 MiB"),
+    ([FREE, *PLAIN_OOM], {**HOST, **LATE}, "gpu_oom", "torch.AcceleratorError: CUDA error: out of memory"),
+    ([FREE.replace("139.13", "30"), *PLAIN_OOM], {**HOST, **LATE}, "gpu_memory_in_use", "143013 MiB"),
+    ([ACCOUNT.format("140.31 MiB", "139.65 GiB")], {**HOST, **LATE}, "gpu_oom", "torch.OutOfMemoryError"),
     (PLAIN_OOM, HOST, "gpu_oom", "torch.AcceleratorError: CUDA error: out of memory"),
     ([ACCOUNT.format("140.31 MiB", "139.65 GiB")], HOST, "gpu_oom", "torch.OutOfMemoryError"),
     ([ACCOUNT.format("140.31 MiB", "20.00 GiB")], HOST, "gpu_memory_in_use", "torch.OutOfMemoryError"),
