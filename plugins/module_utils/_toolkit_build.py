@@ -182,7 +182,9 @@ class Build:
     @property
     def identity(self) -> str:
         """The fingerprint of all that the tree leads to."""
-        return comp.fingerprint(self.entries)
+        found = comp.fingerprint(self.entries)
+        in_place = self.settings.repair == IN_PLACE
+        return f"{found}-{inplace.state(self.toolkit.root, self.entries)}" if in_place else found
 
     @property
     def path(self) -> str:

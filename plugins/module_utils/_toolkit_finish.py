@@ -138,7 +138,11 @@ def remove(folder: str, config_dir: str, *, check: bool = False) -> Outcome:
     folder, config_dir = one_spelling(folder), os.path.realpath(config_dir)
     path = f"{config_dir}/{state.NAME}"
     ours = os.path.isfile(f"{folder}/{MARK}") and not os.path.islink(folder)
-    names = [*apply.trees(folder), *apply.private_sets(folder), *inplace.records(folder)] if ours else []
+    names = (
+        [*apply.trees(folder), *apply.private_sets(folder), *inplace.records(folder), *inplace.garbage(folder)]
+        if ours
+        else []
+    )
     recorded = state.load(config_dir)
     # also that of a later run which failed on another folder and kept this home
     inside = _within(str(recorded.get("cuda_home")), folder)
@@ -150,6 +154,7 @@ def remove(folder: str, config_dir: str, *, check: bool = False) -> Outcome:
     out.changed = True
     text = "".join(f"{path}\n" for path in names)
     out.diff.append({"before_header": folder, "after_header": folder, "before": text, "after": ""})
+    out.findings += _unrecorded(folder, recorded, ours)
     if check:
         return out
     if ours:
@@ -165,6 +170,21 @@ def remove(folder: str, config_dir: str, *, check: bool = False) -> Outcome:
     return out
 
 
+def _unrecorded(folder: str, recorded: Mapping[str, Any], ours: bool) -> list[Finding]:
+    """Name additions in place that stay, for their record is gone; of a tree that nothing names, the record."""
+    tree = str(recorded.get("source") or recorded.get("cuda_home") or "")
+    lost = inplace.lost(folder, tree, recorded)
+    found = [inplace.unrecorded(folder, tree, lost)] if lost else []
+    for path in inplace.garbage(folder) if ours else ():
+        if path != inplace.record_path(folder, tree):
+            text = (
+                f"{path} is unreadable: what it said was added to an environment's nvidia/cu* in place was left there"
+            )
+            remedy = "Deploy that environment with repair in_place, and remove again"
+            found.append(Finding(inplace.UNRECORDED, text, remedy, WARNING))
+    return found
+
+
 def _within(path: str, folder: str) -> bool:
     return os.path.realpath(path).startswith(f"{os.path.realpath(folder)}/")
 
@@ -175,6 +195,8 @@ def _take_back(folder: str, config_dir: str) -> list[str]:
     for path in inplace.records(folder):
         if os.path.realpath(inplace.root_of(path)) not in needed:
             inplace.undo(path)
+    for path in inplace.garbage(folder):
+        os.unlink(path)
     if not others:
         return apply.remove_all(folder)
     state.set_users(folder, others)

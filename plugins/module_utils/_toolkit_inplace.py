@@ -9,16 +9,33 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ansible_collections.gpufleet.sglang.plugins.module_utils._files import FileSpec, digest, write_files
+from ansible_collections.gpufleet.sglang.plugins.module_utils._finding import WARNING, Finding
 from ansible_collections.gpufleet.sglang.plugins.module_utils._toolkit_apply import ApplyError
-from ansible_collections.gpufleet.sglang.plugins.module_utils._toolkit_compose import Entry
+from ansible_collections.gpufleet.sglang.plugins.module_utils._toolkit_compose import (
+    CCCL_PARTS,
+    DRIVER,
+    STUB,
+    Entry,
+)
+from ansible_collections.gpufleet.sglang.plugins.module_utils._toolkit_elf import broken, soname
+from ansible_collections.gpufleet.sglang.plugins.module_utils._toolkit_layout import multiarch
+from ansible_collections.gpufleet.sglang.plugins.module_utils._toolkit_python import (
+    Owned,
+    installed_infos,
+    owned_files,
+)
+from ansible_collections.gpufleet.sglang.plugins.module_utils._toolkit_stub import MARK, SONAME
 
 PLACE = "in-place"
+UNRECORDED = "in_place_unrecorded"
+_RECORD = re.compile(r"[0-9a-f]{12}\.json")
 
 
 @dataclass(frozen=True)
@@ -29,6 +46,7 @@ class Addition:
     kind: str  # link | file | folder | scratch (a file on its way to its name)
     mark: str  # a link's target, a file's hash
     before: str = ""  # the target of another's link that led nowhere and lay there
+    source: str = ""  # the content that a stub was generated from
 
     def ours(self) -> bool:
         """Tell whether it is there as we made it."""
@@ -48,40 +66,90 @@ def record_path(folder: str, root: str) -> str:
 
 def load(path: str) -> list[Addition]:
     """Return the recorded additions of one tree."""
-    try:
-        root = root_of(path)
-        items = [item for item in _read(path).get("additions", []) if item["path"].startswith(f"{root}/")]
-        return [Addition(item["path"], item["kind"], item["mark"], item.get("before", "")) for item in items]
-    except (KeyError, TypeError, AttributeError):
-        return []
+    found = _parse(path)
+    return found[1] if found else []
 
 
-def _read(path: str) -> dict[str, Any]:
+def _parse(path: str) -> tuple[str, list[Addition]] | None:
+    """Return a record's tree and additions, None when it is not there, or is none (any longer)."""
     try:
         data = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return data if isinstance(data, dict) else {}
+        root, items = data["root"], [Addition(**item) for item in data["additions"]]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    if not all(isinstance(value, str) for value in (root, *(value for item in items for value in vars(item).values()))):
+        return None
+    return root, [item for item in items if item.path.startswith(f"{root}/")]
+
+
+def kept(root: str, recorded: Sequence[Addition]) -> list[Addition]:
+    """Return the recorded additions but those whose name another has taken: a damaged one stays ours, to be mended."""
+    changed = [item for item in recorded if item.kind in ("link", "file") and not item.ours()]
+    changed = [item for item in changed if os.path.exists(item.path)]
+    owned = _owned(root) if changed else {}
+    taken = [item.path for item in changed if os.path.relpath(item.path, root) in owned or _serves(item)]
+    return [
+        item
+        for item in recorded
+        if item.path not in taken
+        and not (item.kind == "folder" and any(path.startswith(f"{item.path}/") for path in taken))
+    ]
+
+
+def _serves(item: Addition) -> bool:
+    """Tell whether what lies in an addition's place does its work: then somebody put it there, and it is no damage."""
+    aim = os.path.join(os.path.dirname(item.path), item.mark)
+    if os.path.isdir(item.path):  # a real folder is nothing that a link of ours turns into by damage
+        whole = item.kind == "link" and os.path.islink(item.path) and os.path.isdir(aim)
+        return not whole or set(os.listdir(aim)) <= set(os.listdir(item.path))
+    if not os.path.isfile(item.path):
+        return True  # a device or a socket
+    name, stub = soname(item.path), item.path.endswith(f"/{STUB}")
+    if not name or broken(item.path) or (stub and _marked(item.path)):
+        return False
+    return name == (SONAME if stub else soname(aim))
+
+
+def _marked(path: str) -> bool:
+    return MARK.encode() in Path(path).read_bytes()
+
+
+def _owned(root: str) -> Mapping[str, Owned]:
+    return owned_files(installed_infos(os.path.dirname(os.path.dirname(root))), root)
 
 
 def hidden(folder: str, root: str) -> frozenset[str]:
     """Return the paths that we added to a tree: they are not the toolkit's own."""
-    return frozenset(item.path for item in load(record_path(folder, root)))
+    return frozenset(item.path for item in kept(root, load(record_path(folder, root))))
+
+
+def _there(entry: Entry) -> bool:
+    """Tell whether an entry is one that a tree of pip's may lack."""
+    return not entry.path.startswith(("targets/", "bin/"))
 
 
 def wanted(root: str, entries: Sequence[Entry], recorded: Sequence[Addition]) -> list[Entry]:
-    """Return what the tree lacks: of the entries those whose name no wheel has taken."""
-    mine = {item.path for item in recorded if item.ours()}
+    """Return what the tree lacks: of the entries those whose name nobody else has taken."""
+    mine = {item.path for item in kept(root, recorded)}
     found = []
     for entry in entries:
         path = f"{root}/{entry.path}"
-        if entry.path.startswith(("targets/", "bin/")) or (
-            os.path.lexists(path) and path not in mine and os.path.exists(path)
-        ):
-            continue
-        if entry.target != path:
+        if _there(entry) and entry.target != path and (path in mine or not os.path.exists(path)):
             found.append(entry)
     return found
+
+
+def state(root: str, entries: Sequence[Entry]) -> str:
+    """Return a digest of what really lies where the tree lacks something: a proof holds for that alone."""
+    lines = []
+    for entry in entries:
+        path = f"{root}/{entry.path}"
+        if not _there(entry) or entry.target == path:
+            continue
+        aim = os.readlink(path) if os.path.islink(path) else ""
+        status = os.stat(path) if os.path.isfile(path) else None
+        lines.append(f"{path}\0{aim}\0{f'{status.st_size} {status.st_mtime_ns}' if status else os.path.isdir(path)}\n")
+    return hashlib.sha256("".join(lines).encode()).hexdigest()[:12]
 
 
 def differs(root: str, entries: Sequence[Entry], recorded: Sequence[Addition]) -> tuple[list[Addition], list[Entry]]:
@@ -92,10 +160,15 @@ def differs(root: str, entries: Sequence[Entry], recorded: Sequence[Addition]) -
     make = []
     for entry in entries:
         item = known.get(f"{root}/{entry.path}")
-        same = item is not None and item.ours() and (entry.kind == "stub" or item.mark == entry.target)
+        same = item is not None and item.ours() and _as_planned(item, entry)
         if not same or not os.path.exists(f"{root}/{entry.path}"):
             make.append(entry)
     return gone, make
+
+
+def _as_planned(item: Addition, entry: Entry) -> bool:
+    """Tell whether an addition is the entry's: a stub follows the header that it was generated from."""
+    return item.source == entry.identity if entry.kind == "stub" else item.mark == entry.target
 
 
 def apply(
@@ -107,7 +180,7 @@ def apply(
 ) -> None:
     """Add the entries to a tree; the record is written first, so that a killed run can be undone too."""
     path = record_path(folder, root)
-    recorded = load(path)
+    recorded = kept(root, load(path))
     gone, make = differs(root, entries, recorded)
     top = os.path.realpath(root)
     if any(not _inside(f"{root}/{entry.path}", top) for entry in entries):
@@ -132,13 +205,14 @@ def apply(
     for entry in make:
         name = f"{root}/{entry.path}"
         if entry.kind == "link":
-            if os.path.islink(name):  # ours, or one that leads nowhere
+            if os.path.lexists(name):  # ours, whole or damaged, or a link that leads nowhere
                 os.unlink(name)
             os.symlink(entry.target, name)
             continue
         try:
             stub(f"{root}/include", f"{name}.new")
-            planned[name] = Addition(name, "file", digest(f"{name}.new"), _before(name, known.get(name)))
+            made = digest(f"{name}.new")
+            planned[name] = Addition(name, "file", made, _before(name, known.get(name)), entry.identity)
             _save(path, root, [*known.values(), *new.values(), *planned.values()], write)
             os.replace(f"{name}.new", name)
         finally:
@@ -150,7 +224,7 @@ def apply(
 
 def _before(name: str, known: Addition | None) -> str:
     """Return where another's link led that lies where ours will lie; of one of ours, what was there before it."""
-    if known and (known.before or known.ours()):
+    if known:
         return known.before
     return os.readlink(name) if os.path.islink(name) else ""
 
@@ -171,12 +245,84 @@ def undo(record: str) -> list[str]:
 
 def records(folder: str) -> list[str]:
     """Return the records in a folder: the files there that are ours."""
-    return sorted(str(path) for path in Path(folder, PLACE).glob("*.json") if "additions" in _read(str(path)))
+    return sorted(str(path) for path in Path(folder, PLACE).glob("*.json") if _parse(str(path)))
+
+
+def garbage(folder: str) -> list[str]:
+    """Return what was a record once: it has a name that only we give, and says nothing any more."""
+    found = (path for path in Path(folder, PLACE).glob("*.json") if _RECORD.fullmatch(path.name))
+    return sorted(str(path) for path in found if path.is_file() and not _parse(str(path)))
 
 
 def root_of(record: str) -> str:
     """Return the tree that a record is about."""
-    return str(_read(record).get("root", ""))
+    found = _parse(record)
+    return found[0] if found else ""
+
+
+def lost(folder: str, root: str, before: Mapping[str, Any]) -> list[Addition]:
+    """Return additions to a tree of pip's that no record names (any longer), where something says that they are ours.
+
+    A link as we make it may be anybody's, so that alone tells nothing. What tells: toolkit.json (before), a record
+    that is garbage now, the stub with our mark, or a link into our folder.
+    """
+    record = record_path(folder, root)
+    places = {record, record_path(str(before.get("folder") or folder), root)}
+    if Path(root).parent.name != "nvidia" or any(_parse(path) for path in places):
+        return []
+    said = before.get("findings")
+    told = before.get("how") == "in_place" and root in (before.get("source"), before.get("cuda_home"))
+    told = told or (isinstance(said, list) and any(item.get("code") == UNRECORDED for item in said))
+    found = _as_we_make(folder, root)
+    told = told or os.path.lexists(record)
+    return found if told or any(i.kind == "file" or i.mark.startswith(f"{folder}/") for i in found) else []
+
+
+def _as_we_make(folder: str, root: str) -> list[Addition]:
+    owned, found = _owned(root), []
+    drivers = tuple(f"/{place.format(multiarch=multiarch())}" for place in DRIVER)
+    targets = {"lib64": ("lib",), "include/nv": ("cccl/nv",), STUB: drivers}
+    targets.update({f"include/{name}": (f"cccl/{name}",) for name in CCCL_PARTS})
+    for path in (
+        sorted(Path(root).glob("lib/*.so"))
+        + [Path(root, name) for name in targets]
+        + [Path(root, f"include/cccl/{name}") for name in CCCL_PARTS]
+    ):
+        name = str(path.relative_to(root))
+        if name in owned:
+            continue
+        if path.is_symlink():
+            aim = os.readlink(path)
+            numbered = name.startswith("lib/") and re.fullmatch(rf"{re.escape(path.name)}\.\d[\d.]*", aim)
+            cccl = name.startswith("include/cccl/") and aim.startswith(
+                (f"{folder}/wheels/", f"{path.parents[4]}/flashinfer/")
+            )
+            if numbered or cccl or aim in targets.get(name, ()):
+                found.append(Addition(str(path), "link", aim))
+        elif name == STUB and path.is_file() and _marked(str(path)):
+            found.append(Addition(str(path), "file", digest(str(path))))
+    mine = {item.path for item in found}
+    for place in (f"{root}/lib/stubs", f"{root}/include/cccl"):
+        if os.path.isdir(place) and os.listdir(place) and {f"{place}/{name}" for name in os.listdir(place)} <= mine:
+            found.append(Addition(place, "folder", ""))
+    return found
+
+
+def adopt(
+    folder: str, root: str, found: Sequence[Addition], write: Callable[[Sequence[FileSpec]], None] = write_files
+) -> None:
+    """Record additions again."""
+    _save(record_path(folder, root), root, found, write)
+
+
+def unrecorded(folder: str, root: str, found: Sequence[Addition]) -> Finding:
+    """Say that additions stay, for nothing says any more that each of them is ours."""
+    paths = " ".join(item.path for item in found if item.kind != "folder")
+    text = (
+        f"{root}: the record of what was added to it in place ({record_path(folder, root)}) is lost or unreadable; "
+        f"these look like additions, and were left: {paths}"
+    )
+    return Finding(UNRECORDED, text, f"Run with repair in_place, which records them anew, or: rm {paths}", WARNING)
 
 
 def _remove(item: Addition) -> bool:

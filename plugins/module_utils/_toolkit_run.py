@@ -89,11 +89,15 @@ def _work(
 ) -> None:  # fmt: skip
     in_place = settings.repair == IN_PLACE
     out.flashinfer = python.packages.get("flashinfer-python", "")
-    if settings.repair == COMPOSE and not out.findings:  # a record in a folder that is not safe says nothing
-        _leave_in_place(settings, python, out, check)
+    lost = []
+    if not out.findings:  # a record in a folder that is not safe says nothing
+        lost = _find_lost(settings, python, before, out, check)
+        if settings.repair == COMPOSE:
+            _leave_in_place(settings, python, out, check)
+    unseen = {item.path for item in lost}
     layouts, found = candidates(python, settings.cuda_home, environ, settings.base)
     out.findings += found
-    layouts = [replace(item, hidden=inplace.hidden(settings.folder, item.root)) for item in layouts]
+    layouts = [replace(item, hidden=inplace.hidden(settings.folder, item.root) | unseen) for item in layouts]
     out.toolkits = [examine(runner, item, python, audit(python.infos, item.root, seals)) for item in layouts]
     first = next((item.versions.get("nvcc", "") for item in out.toolkits), "")
     archs, found = host.archs_of(runner, settings.archs, first)
@@ -139,6 +143,20 @@ def _host_findings(
     found += host.place_findings(needs, tempfile.gettempdir(), wheels.SIZE if private and not private.complete else 0)
     tree = [choice.toolkit.root] if choice.toolkit else []
     return found + host.reach_findings([settings.folder, python.prefix, *tree], needs.user)
+
+
+def _find_lost(
+    settings: Settings, python: Python, before: Mapping[str, Any], out: Outcome, check: bool
+) -> list[inplace.Addition]:
+    """Additions in place that no record names any longer are recorded again, or (composing) named."""
+    lost = inplace.lost(settings.folder, python.tree, before)
+    if lost and settings.repair == IN_PLACE:
+        out.changed = True
+        if not check:
+            inplace.adopt(settings.folder, python.tree, lost)
+    elif lost:
+        out.findings.append(inplace.unrecorded(settings.folder, python.tree, lost))
+    return lost
 
 
 def _leave_in_place(settings: Settings, python: Python, out: Outcome, check: bool) -> None:

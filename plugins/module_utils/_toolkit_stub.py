@@ -15,6 +15,7 @@ from ansible_collections.gpufleet.sglang.plugins.module_utils._runner import Run
 
 SONAME = "libcuda.so.1"
 ERROR_STUB_LIBRARY = 34
+MARK = "stub of libcuda.so.1, made by gpufleet.sglang"  # in it: it is known as ours without a record
 # The names a program may be linked with: plain, of older interfaces, of per-thread default streams.
 _VARIANTS = ((), ("-D__CUDA_API_VERSION_INTERNAL",), ("-DCUDA_API_PER_THREAD_DEFAULT_STREAM",))
 _DECLARED = re.compile(r"\bCUresult\s+(?:__stdcall\s+|CUDAAPI\s+)?(cu[A-Z]\w*)\s*\(")
@@ -46,6 +47,7 @@ def make_stub(runner: Runner, include: str, out: str, compiler: str) -> int:
     names = symbols(runner, include, compiler)
     with tempfile.TemporaryDirectory(prefix="gpufleet-stub-") as folder:
         lines = [f"int {name}(void) {{ return {ERROR_STUB_LIBRARY}; }}" for name in names]
+        lines.append(f'const char gpufleet_sglang_stub[] = "{MARK}";')
         Path(folder, "stub.c").write_text("\n".join(lines) + "\n", encoding="utf-8")
         argv = [compiler, "-shared", "-fPIC", "-O1", "-w", f"-Wl,-soname,{SONAME}", "-o", f"{folder}/stub.so"]
         done = runner.run([*argv, f"{folder}/stub.c"], timeout=60.0)

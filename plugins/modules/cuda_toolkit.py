@@ -334,7 +334,10 @@ def main() -> None:
             gone = remove(module.params["folder"], module.params["config_dir"], check=module.check_mode)
         except (ApplyError, FileError, OSError) as exc:
             module.fail_json(msg=f"{os.uname().nodename}: the toolkit is not taken back: {exc}")
-        module.exit_json(changed=gone.changed, cuda_home=None, pruned=gone.pruned, diff=gone.diff)
+        for item in gone.findings:
+            module.warn(item.text())
+        found = gone.listed()
+        module.exit_json(changed=gone.changed, cuda_home=None, findings=found, pruned=gone.pruned, diff=gone.diff)
     out = run(settings_of(module.params), SubprocessRunner(), os.environ, check=module.check_mode)
     result = result_of(out)
     problems = out.problems
