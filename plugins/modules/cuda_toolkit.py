@@ -169,7 +169,7 @@ proven:
 findings:
   description:
     - All that was found wrong, each with C(code), C(severity), C(message), C(remedy) and C(repaired).
-  returned: state is present
+  returned: always
   type: list
   elements: dict
   sample:

@@ -121,12 +121,32 @@ def test_in_place_adds_only_and_takes_all_back(toolkit_lab):
     assert tvm.ok, tvm.output
     assert not env.module(repair="in_place").result["changed"]
 
+    stub, record = env.tree / "lib/stubs/libcuda.so", next(env.cuda.glob("in-place/*.json"))
+    added, size = sorted(item["path"] for item in json.loads(record.read_text())["additions"]), stub.stat().st_size
+    stub.write_bytes(b"")
+    (env.tree / "lib64").unlink()
+    (env.tree / "lib64").symlink_to("bin")
+    (env.tree / "lib/libcudart.so").unlink()
+    (env.tree / "lib/libcudart.so").write_text("junk")
+    mended = env.module(repair="in_place").result
+    assert mended["proofs"]
+    assert mended["proven"], mended
+    assert stub.stat().st_size == size
+    assert not env.module(repair="in_place").result["changed"]
+    record.write_text("")
+    assert env.module(repair="in_place").result["proven"]
+    assert sorted(item["path"] for item in json.loads(record.read_text())["additions"]) == added
+    assert not env.module(repair="in_place").result["changed"]
+
     toolkit_lab.pip("-U", f"cuda-toolkit[{parts}]==13.4.*", python=env.folder / "venv/bin/python")
+    earlier = stub.read_bytes()
     drifted = env.module(repair="in_place", _check=True)
     assert drifted.result["changed"]  # noticed
     done = env.module(repair="in_place")
     assert done.result["versions"]["nvcc"].startswith("13.4.")
     assert env.tvm_ffi(env.tree).ok
+    assert stub.read_bytes() != earlier  # it has the functions of the new header
+    assert not env.module(repair="in_place").result["changed"]
     assert env.module(state="absent").result["changed"]
     left = [path for path in (env.tree / "lib").iterdir() if path.is_symlink() or path.name == "stubs"]
     assert left == []
