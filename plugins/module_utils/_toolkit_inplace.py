@@ -18,19 +18,10 @@ from typing import Any
 from ansible_collections.gpufleet.sglang.plugins.module_utils._files import FileSpec, digest, write_files
 from ansible_collections.gpufleet.sglang.plugins.module_utils._finding import WARNING, Finding
 from ansible_collections.gpufleet.sglang.plugins.module_utils._toolkit_apply import ApplyError
-from ansible_collections.gpufleet.sglang.plugins.module_utils._toolkit_compose import (
-    CCCL_PARTS,
-    DRIVER,
-    STUB,
-    Entry,
-)
+from ansible_collections.gpufleet.sglang.plugins.module_utils._toolkit_compose import CCCL_PARTS, DRIVER, STUB, Entry
 from ansible_collections.gpufleet.sglang.plugins.module_utils._toolkit_elf import broken, soname
 from ansible_collections.gpufleet.sglang.plugins.module_utils._toolkit_layout import multiarch
-from ansible_collections.gpufleet.sglang.plugins.module_utils._toolkit_python import (
-    Owned,
-    installed_infos,
-    owned_files,
-)
+from ansible_collections.gpufleet.sglang.plugins.module_utils._toolkit_python import Owned, installed_infos, owned_files
 from ansible_collections.gpufleet.sglang.plugins.module_utils._toolkit_stub import MARK, SONAME
 
 PLACE = "in-place"
@@ -230,8 +221,8 @@ def _before(name: str, known: Addition | None) -> str:
 
 
 def undo(record: str) -> list[str]:
-    """Take back the additions to one tree, as far as they are still ours; returns what went."""
-    recorded = load(record)
+    """Take back the additions to one tree, as far as nobody has taken their names; returns what went."""
+    recorded = kept(root_of(record), load(record))
     removed = [item.path for item in recorded if item.kind != "folder" and _remove(item)]
     for item in sorted((item for item in recorded if item.kind == "folder"), key=lambda item: -len(item.path)):
         try:
@@ -270,37 +261,30 @@ def lost(folder: str, root: str, before: Mapping[str, Any]) -> list[Addition]:
     places = {record, record_path(str(before.get("folder") or folder), root)}
     if Path(root).parent.name != "nvidia" or any(_parse(path) for path in places):
         return []
-    said = before.get("findings")
     told = before.get("how") == "in_place" and root in (before.get("source"), before.get("cuda_home"))
-    told = told or (isinstance(said, list) and any(item.get("code") == UNRECORDED for item in said))
+    told = told or os.path.lexists(record) or UNRECORDED in str(before.get("findings"))
     found = _as_we_make(folder, root)
-    told = told or os.path.lexists(record)
     return found if told or any(i.kind == "file" or i.mark.startswith(f"{folder}/") for i in found) else []
 
 
 def _as_we_make(folder: str, root: str) -> list[Addition]:
+    """Return what no wheel brought and lies there as we would make it."""
     owned, found = _owned(root), []
     drivers = tuple(f"/{place.format(multiarch=multiarch())}" for place in DRIVER)
-    targets = {"lib64": ("lib",), "include/nv": ("cccl/nv",), STUB: drivers}
-    targets.update({f"include/{name}": (f"cccl/{name}",) for name in CCCL_PARTS})
-    for path in (
-        sorted(Path(root).glob("lib/*.so"))
-        + [Path(root, name) for name in targets]
-        + [Path(root, f"include/cccl/{name}") for name in CCCL_PARTS]
-    ):
-        name = str(path.relative_to(root))
-        if name in owned:
-            continue
-        if path.is_symlink():
+    targets = {"lib64": ("lib",), STUB: drivers, **{f"include/{name}": (f"cccl/{name}",) for name in CCCL_PARTS}}
+    sources = (f"{folder}/wheels/", f"{os.path.dirname(os.path.dirname(root))}/flashinfer/")
+    numbered = [f"lib/{path.name}" for path in sorted(Path(root).glob("lib/*.so"))]
+    parts = [f"include/cccl/{name}" for name in CCCL_PARTS]
+    for name in {*targets, *numbered, *parts} - set(owned):
+        path = f"{root}/{name}"
+        if os.path.islink(path):
             aim = os.readlink(path)
-            numbered = name.startswith("lib/") and re.fullmatch(rf"{re.escape(path.name)}\.\d[\d.]*", aim)
-            cccl = name.startswith("include/cccl/") and aim.startswith(
-                (f"{folder}/wheels/", f"{path.parents[4]}/flashinfer/")
-            )
-            if numbered or cccl or aim in targets.get(name, ()):
-                found.append(Addition(str(path), "link", aim))
-        elif name == STUB and path.is_file() and _marked(str(path)):
-            found.append(Addition(str(path), "file", digest(str(path))))
+            plain = name in numbered and re.fullmatch(rf"{re.escape(os.path.basename(name))}\.\d[\d.]*", aim)
+            if plain or aim in targets.get(name, ()) or (name in parts and aim.startswith(sources)):
+                found.append(Addition(path, "link", aim))
+        elif name == STUB and os.path.isfile(path) and _marked(path):
+            found.append(Addition(path, "file", digest(path)))
+    found.sort(key=lambda item: item.path)
     mine = {item.path for item in found}
     for place in (f"{root}/lib/stubs", f"{root}/include/cccl"):
         if os.path.isdir(place) and os.listdir(place) and {f"{place}/{name}" for name in os.listdir(place)} <= mine:
@@ -308,11 +292,9 @@ def _as_we_make(folder: str, root: str) -> list[Addition]:
     return found
 
 
-def adopt(
-    folder: str, root: str, found: Sequence[Addition], write: Callable[[Sequence[FileSpec]], None] = write_files
-) -> None:
+def adopt(folder: str, root: str, found: Sequence[Addition]) -> None:
     """Record additions again."""
-    _save(record_path(folder, root), root, found, write)
+    _save(record_path(folder, root), root, found, write_files)
 
 
 def unrecorded(folder: str, root: str, found: Sequence[Addition]) -> Finding:
@@ -326,7 +308,8 @@ def unrecorded(folder: str, root: str, found: Sequence[Addition]) -> Finding:
 
 
 def _remove(item: Addition) -> bool:
-    mine = item.ours()
+    """Remove one of those that are kept: as we made it, or damaged; a link that leads nowhere may be another's."""
+    mine = item.ours() or (item.kind in ("link", "file") and os.path.exists(item.path))
     if mine:
         os.unlink(item.path)
     if item.before and not os.path.lexists(item.path) and os.path.isdir(os.path.dirname(item.path)):

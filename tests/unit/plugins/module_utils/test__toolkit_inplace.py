@@ -62,21 +62,26 @@ def rewrite(name, content):
     return change
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [
-        rewrite(STUB, b""),
-        rewrite(STUB, b"\0" * 8000),
-        rewrite(STUB, MARK.encode()),  # ours, cut off
-        relink(STUB, "/dev/null/nowhere"),
-        relink(STUB, "/etc/hostname"),
-        relink("lib64", "bin"),
-        relink("lib64", "gone"),
-        rewrite("lib64", b"junk"),
-        rewrite("lib/libcudart.so", b"junk"),
-        relink("lib/libcudart.so", "libcudadevrt.a"),
-    ],
-)
+DAMAGES = [
+    rewrite(STUB, b""),
+    rewrite(STUB, b"\0" * 8000),
+    rewrite(STUB, MARK.encode()),  # ours, cut off
+    relink(STUB, "/etc/hostname"),
+    relink("lib64", "bin"),
+    rewrite("lib64", b"junk"),
+    rewrite("lib/libcudart.so", b"junk"),
+    relink("lib/libcudart.so", "libcudadevrt.a"),
+]
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_addition_is_taken_back(added, damage):
+    damage(added.site.root)
+    added.remove()
+    assert snapshot(added.site.folder) == added.before
+
+
+@pytest.mark.parametrize("damage", [*DAMAGES, relink("lib64", "gone"), relink(STUB, "gone")])
 def test_a_damaged_addition_is_made_again_and_proven_anew(added, damage):
     whole = snapshot(added.site.folder)
     damage(added.site.root)
