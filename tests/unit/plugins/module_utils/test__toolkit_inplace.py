@@ -236,3 +236,27 @@ def test_links_that_people_made_are_not_taken_for_ours(desk, repair):
     assert not desk.run(repair=repair).changed
     assert desk.remove().findings == []
     assert snapshot(desk.site.folder) == before
+
+
+@pytest.mark.parametrize(
+    ("name", "aim", "ours"),
+    [
+        (STUB, "/usr/lib64/libcuda.so.1", True),
+        (STUB, "/opt/libcuda.so.1", False),
+        ("lib/libcudart.so", "libcudart.so.13.0.96", True),
+        ("lib/libcudart.so", "libcudart.so.old", False),
+        ("lib64", "bin", False),
+        ("include/cub", "cccl/cub", True),
+        ("include/cccl/cuda", "{folder}/wheels/13.0-0123abcd/nvidia/cu13/include/cccl/cuda", True),
+        ("include/cccl/cuda", "{site}/flashinfer/data/cccl/libcudacxx/include/cuda", True),
+        ("include/cccl/cuda", "/opt/cccl/cuda", False),
+    ],
+)
+def test_a_link_is_known_by_where_it_leads(added, name, aim, ours):
+    path = added.site.root / name
+    shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink(missing_ok=True)
+    path.symlink_to(aim.format(folder=added.settings.folder, site=added.site.folder))
+    before = added.record()
+    added.record_file.unlink()
+    found = inplace.lost(added.settings.folder, str(added.site.root), before)
+    assert (str(path) in [item.path for item in found]) == ours
