@@ -36,6 +36,7 @@ NOTE = "made by gpufleet.sglang: CUDA_HOME folders composed of links, safe to re
 MADE = "made too: "  # folders above it, from the lowest one on
 # a tree (12 digits of its fingerprint) or a private set (8) on its way in or out: only names that we give
 _LEFT = re.compile(r"[0-9][0-9.]*-[0-9a-f]{8}([0-9a-f]{4})?\.(new|old)")
+_TREE, _SET = re.compile(r"[0-9][0-9.]*-[0-9a-f]{12}"), re.compile(r"[0-9][0-9.]*-[0-9a-f]{8}")
 _EXCHANGE = 2
 
 
@@ -76,15 +77,23 @@ def locked(folder: str, clock: Callable[[], float] = time.monotonic) -> Iterator
         try:
             mark = Path(folder, MARK)
             if not mark.exists():
-                above = "".join(f"{MADE}{path}\n" for path in made[1:])
-                mark.write_text(f"{NOTE}{above}", encoding="utf-8")
-                mark.chmod(0o644)
+                _mark(mark, "".join(f"{MADE}{path}\n" for path in made[1:]))
             _sweep(folder)
         except OSError as exc:
             raise ApplyError(f"{exc.filename or folder}: {exc.strerror}: correct that, or give another folder") from exc
         yield
     finally:
         os.close(handle)
+
+
+def _mark(mark: Path, above: str) -> None:
+    """Write the mark whole or not at all: half of it, on a full disk, would forget what was made above."""
+    try:
+        mark.write_text(f"{NOTE}{above}", encoding="utf-8")
+        mark.chmod(0o644)
+    except OSError:
+        mark.unlink(missing_ok=True)
+        raise
 
 
 def _same(handle: int, path: str) -> bool:
@@ -248,25 +257,21 @@ def discard(path: str) -> None:
 
 
 def trees(folder: str) -> list[str]:
-    """Return the composed trees in a folder."""
-    try:
-        return sorted(
-            str(path) for path in Path(folder).iterdir() if not path.is_symlink() and (path / RECORD).is_file()
-        )
-    except OSError:
-        return []
+    """Return the composed trees in a folder of ours, those too that have lost their record."""
+    return _made(folder, _TREE, RECORD)
 
 
 def private_sets(folder: str) -> list[str]:
-    """Return the private sets of wheels in a folder: those with our record in them."""
+    """Return the private sets of wheels in a folder of ours, those too that have lost their record."""
+    return _made(f"{folder}/wheels", _SET, WHEELS)
+
+
+def _made(folder: str, name: re.Pattern[str], record: str) -> list[str]:
     try:
-        return sorted(
-            str(path)
-            for path in Path(folder, "wheels").iterdir()
-            if not path.is_symlink() and (path / WHEELS).is_file()
-        )
+        folders = [path for path in Path(folder).iterdir() if path.is_dir() and not path.is_symlink()]
     except OSError:
         return []
+    return sorted(str(path) for path in folders if name.fullmatch(path.name) or (path / record).is_file())
 
 
 def linked_from(folder: str, names: Sequence[str]) -> set[str]:

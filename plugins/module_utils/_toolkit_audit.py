@@ -153,7 +153,8 @@ def flaw(infos: Mapping[str, str], tree: str, seals: Seals) -> str:
         for path in [base, *(f"{base}/{name}" for name in files)]:
             if foreign(path):
                 return foreign(path)
-            if os.lstat(path).st_mode & 0o044 != 0o044:
+            needed = 0o055 if path == base else 0o044
+            if os.lstat(path).st_mode & needed != needed:
                 return f"{path} cannot be read by the servers' user"
         links = [name for name in folders if os.path.islink(f"{base}/{name}")]
         strange = [n for n in [*files, *links] if os.path.relpath(f"{base}/{n}", tree) not in seen.owned]

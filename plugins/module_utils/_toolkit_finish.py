@@ -65,13 +65,15 @@ def _write(
     gone = bool(before.get("cuda_home")) and any(item.code == "venv_missing" for item in out.findings)
     if not out.details:
         out.details = {"how": settings.repair, "arch_list": list(settings.archs), "python": settings.python}
+    # a run that failed on another folder does not take from the record where the home lies that it keeps
+    folder = settings.folder if out.proven or not out.cuda_home else str(before.get("folder", settings.folder))
     findings = [_lasting(item) for item in out.listed() if item["code"] not in PASSING]
     record = state.record(
         cuda_home=out.cuda_home,
         versions=out.versions,
         findings=findings,
         repairs=out.repairs,
-        details={**out.details, "folder": settings.folder, "proven": out.proven, "proofs": dict(known)},
+        details={**out.details, "folder": folder, "proven": out.proven, "proofs": dict(known)},
     )
     if gone:  # a mistyped venv takes nothing from the servers of the one that is there
         record = state.dump({**before, "failed": {"python": settings.python, "findings": findings}})
@@ -165,8 +167,9 @@ def remove(folder: str, config_dir: str, *, check: bool = False) -> Outcome:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(names[-1])
         _sweep(config_dir, 0.0)
-        with contextlib.suppress(OSError):
-            os.rmdir(config_dir)  # when nothing else is in it
+        for place in (config_dir, folder):  # when nothing else is in it; the folder: of a removal that was killed
+            with contextlib.suppress(OSError):
+                os.rmdir(place)
     return out
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 MARK = ".gpufleet-cuda"  # in a folder that is ours
 LOCK = ".lock"
-FOLDERS, FILES = ("wheels", "in-place"), (".users", ".seals.json", MARK, LOCK)  # beside the trees
+FOLDERS, FILES = ("wheels", "in-place"), (".users", ".seals.json", LOCK, MARK)  # beside the trees; the mark goes last
 ELSEWHERE = "Use a folder below one that only root (or the user that runs this) can write to"
 
 

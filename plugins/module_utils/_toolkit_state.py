@@ -39,7 +39,7 @@ def load(config_dir: str) -> dict[str, Any]:
     """Return what an earlier run wrote down; empty when there is nothing usable."""
     try:
         data = json.loads(Path(config_dir, NAME).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return data if isinstance(data, dict) else {}
 
@@ -84,10 +84,10 @@ def _files(folder: str) -> list[Path]:
 def users(folder: str) -> list[str]:
     """Return the configuration folders whose toolkit.json may name a tree of this folder."""
     try:
-        lines = Path(folder, USERS).read_text(encoding="utf-8").splitlines()
+        lines = Path(folder, USERS).read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return []
-    return sorted({os.path.realpath(item) for item in lines})
+    return sorted({os.path.realpath(item) for item in lines if item.startswith("/") and "\0" not in item})
 
 
 def set_users(folder: str, config_dirs: Sequence[str]) -> None:

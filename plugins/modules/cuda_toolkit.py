@@ -328,6 +328,8 @@ def main() -> None:
     module = AnsibleModule(
         argument_spec=ARGUMENTS, required_if=[("state", "present", ["python"])], supports_check_mode=True
     )
+    if not module.params["config_dir"].startswith("/"):  # it would lie below wherever this happens to run
+        module.fail_json(msg=f"config_dir {module.params['config_dir']!r}: an absolute path is needed")
     os.umask(0o022)  # what is made here is for the servers' user to read, and for nobody else to write
     if module.params["state"] == "absent":
         try:

@@ -47,6 +47,7 @@ HOW = {
     "open folder": lambda path: path.parent.chmod(0o777),
     "closed": lambda path: path.chmod(0o600),
     "closed folder": lambda path: path.parent.chmod(0o700),
+    "folder not to be entered": lambda path: path.parent.chmod(0o744),
     "given away": lambda path: os.chown(path, NOBODY, NOBODY),
     "folder given away": lambda path: os.chown(path.parent, NOBODY, NOBODY),
 }
