@@ -14,7 +14,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from ansible_collections.gpufleet.sglang.plugins.module_utils._files import FileError, FileSpec, write_files
+from ansible_collections.gpufleet.sglang.plugins.module_utils._files import FileError, FileSpec, digest, write_files
 
 PACKAGE = "flashinfer_jit_cache"
 RECORD = "published.json"
@@ -59,15 +59,30 @@ def of_flashinfer(libraries: Mapping[str, Sequence[object]]) -> dict[str, Sequen
 def published(folder: str) -> str:
     """Return the record of what lies there, "" when there is nothing whole."""
     try:
-        return Path(folder, RECORD).read_text(encoding="utf-8")
+        return Path(folder, RECORD).read_text(encoding="utf-8", errors="replace")
     except OSError:
         return ""
+
+
+def _whole(folder: str, record: str, provider: str, libraries: Mapping[str, Sequence[object]]) -> bool:
+    """Tell whether all of it lies there as it was made: a lost or cut-off library is a server that does not start."""
+    if published(folder) != record:
+        return False
+    top = Path(folder, PACKAGE)
+    try:
+        return (top / "__init__.py").read_text(encoding="utf-8", errors="replace") == provider and all(
+            digest(str(top / f"modules/{name}/{name}.so")) == str(item[-1]) for name, item in libraries.items()
+        )
+    except OSError:
+        return False
 
 
 def publish(folder: str, version: str, arch: str, libraries: Mapping[str, Sequence[object]], *, check: bool) -> bool:
     """Copy the libraries beside the place and swap; returns whether that was needed. Raises FileError."""
     record = record_of(version, arch, libraries)
-    if published(folder) == record:
+    archs = sorted(f"sm{item.replace('.', '')}" for item in arch.split())
+    provider = PROVIDER.format(version=version, archs=archs)
+    if _whole(folder, record, provider, libraries):
         return False
     if check:
         return True
@@ -78,9 +93,7 @@ def publish(folder: str, version: str, arch: str, libraries: Mapping[str, Sequen
         for name, item in libraries.items():
             os.makedirs(f"{part}/{PACKAGE}/modules/{name}")
             shutil.copyfile(str(item[0]), f"{part}/{PACKAGE}/modules/{name}/{name}.so")
-        archs = sorted(f"sm{item.replace('.', '')}" for item in arch.split())
-        text = PROVIDER.format(version=version, archs=archs)
-        write_files([FileSpec(f"{part}/{PACKAGE}/__init__.py", text), FileSpec(f"{part}/{RECORD}", record)])
+        write_files([FileSpec(f"{part}/{PACKAGE}/__init__.py", provider), FileSpec(f"{part}/{RECORD}", record)])
         for base, _folders, _names in os.walk(part):
             os.chmod(base, 0o755)
         if os.path.isdir(folder):

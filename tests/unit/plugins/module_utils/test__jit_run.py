@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import json
 
 import pytest
 from ansible_collections.gpufleet.sglang.plugins.module_utils import _jit_publish as publishing
 from ansible_collections.gpufleet.sglang.plugins.module_utils import _jit_run as warm
 from ansible_collections.gpufleet.sglang.plugins.module_utils import _jit_state as kept
+from ansible_collections.gpufleet.sglang.plugins.module_utils._files import digest
 from ansible_collections.gpufleet.sglang.plugins.module_utils._jit_job import Look
 from ansible_collections.gpufleet.sglang.plugins.module_utils._runner import Result
 
@@ -228,7 +230,7 @@ def test_rebuilt_is_compiled_too(tmp_path):
 def test_published_as_flashinfer_finds_it(settings, tmp_path):
     path = module_file(tmp_path, "norm", b"kernel")
     own = [f"{tmp_path}/cache/jit/x.so", 1, 2, 3, "d"]
-    libraries = {"norm": [str(path), 6, 2, 3, "digest"], "sgl_kernel_jit_x": own}
+    libraries = {"norm": [str(path), 6, 2, 3, digest(str(path))], "sgl_kernel_jit_x": own}
     folder = f"{tmp_path}/kernels/1"
     out = go(settings(publish_dir=folder), Job(done(ROW, libraries=libraries)))
     assert out.published
@@ -243,6 +245,28 @@ def test_published_as_flashinfer_finds_it(settings, tmp_path):
     assert provider.cuda_architectures == {"sm120a"}
     assert not go(settings(publish_dir=folder), Job(done({**ROW, "state": "already"}, libraries=libraries))).changed
     assert sorted(item.name for item in (tmp_path / "kernels").iterdir()) == ["1"]
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda package: (package / "modules/norm/norm.so").unlink(),
+        lambda package: (package / "modules/norm/norm.so").write_bytes(b"kern"),
+        lambda package: (package / "modules/norm/norm.so").write_bytes(b"\0" * 6),
+        lambda package: (package / "__init__.py").unlink(),
+        lambda package: (package / "__init__.py").write_text(""),
+        lambda package: (package.parent / publishing.RECORD).write_bytes(b"\xff"),
+    ],
+)
+def test_what_was_published_and_is_damaged_is_published_again(tmp_path, spoil):
+    library = tmp_path / "norm.so"
+    library.write_bytes(b"kernel")
+    libraries = {"norm": [str(library), digest(str(library))]}
+    again = functools.partial(publishing.publish, f"{tmp_path}/k", "1", "9.0a", libraries)
+    assert (again(check=True), again(check=False), again(check=False)) == (True, True, False)
+    spoil(tmp_path / "k" / publishing.PACKAGE)
+    assert (again(check=True), again(check=False), again(check=False)) == (True, True, False)
+    assert (tmp_path / "k" / publishing.PACKAGE / "modules/norm/norm.so").read_bytes() == b"kernel"
 
 
 def test_a_full_disk_leaves_what_was_published(tmp_path):
