@@ -165,23 +165,6 @@ def flashinfer_state(spec: Any) -> str:
     return READY if done.returncode == 0 and "no work to do" in done.stdout else STALE
 
 
-def split_compile() -> str:
-    """Return nvcc's flag for optimising the kernels of one file side by side; "" where nvcc or the memory forbids it.
-
-    For the modules that end last, when other cores are idle. It is no part of the build file, where a server that has
-    no such flag would see a change.
-    """
-    jobs = int(os.environ.get("MAX_JOBS") or 1)
-    if jobs < 2:
-        return ""
-    argv = [f"{os.environ.get('CUDA_HOME', '')}/bin/nvcc", "--help"]
-    try:  # the engine's Python runs this, where there is no Ansible and no run_command
-        said = subprocess.run(argv, capture_output=True, text=True, check=False)  # pylint: disable=ansible-bad-function
-    except OSError:
-        return ""
-    return f"--split-compile={jobs}" if "--split-compile " in said.stdout else ""
-
-
 def flashinfer_build(module: Module, held: Callable[[], None]) -> None:
     """Build one module as build_and_load() does and under its lock, without loading it; says when it has the lock."""
     spec, library = module.spec, Path(module.library)

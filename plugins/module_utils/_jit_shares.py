@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import subprocess
 from pathlib import Path
 
 from ansible_collections.gpufleet.sglang.plugins.module_utils._jit_calls import Module
@@ -43,3 +45,20 @@ def available_memory(meminfo: str = "/proc/meminfo") -> int:
         limit = int(Path("/sys/fs/cgroup/memory.max").read_text())
         free = min(free, limit - int(Path("/sys/fs/cgroup/memory.current").read_text()))
     return free
+
+
+def split_compile() -> str:
+    """Return nvcc's flag for optimising the kernels of one file side by side; "" where nvcc or the memory forbids it.
+
+    For the modules that end last, when other cores are idle. It is no part of the build file, where a server that has
+    no such flag would see a change.
+    """
+    jobs = int(os.environ.get("MAX_JOBS") or 1)
+    if jobs < 2:
+        return ""
+    argv = [f"{os.environ.get('CUDA_HOME', '')}/bin/nvcc", "--help"]
+    try:  # the engine's Python runs this, where there is no Ansible and no run_command
+        said = subprocess.run(argv, capture_output=True, text=True, check=False)  # pylint: disable=ansible-bad-function
+    except OSError:
+        return ""
+    return f"--split-compile={jobs}" if "--split-compile " in said.stdout else ""

@@ -345,7 +345,7 @@ def _build(module: calls.Module, held: Callable[[], None]) -> None:
         calls.sglang_build(module)
         return
     if shares.weight(module) >= shares.LONG:
-        flags = [os.environ.get("NVCC_APPEND_FLAGS", ""), calls.split_compile()]
+        flags = [os.environ.get("NVCC_APPEND_FLAGS", ""), shares.split_compile()]
         os.environ["NVCC_APPEND_FLAGS"] = " ".join(flags).strip()
     _wait_for_orphans(str(module.spec.build_dir) if hasattr(module.spec, "build_dir") else "")
     calls.flashinfer_build(module, held)

@@ -298,18 +298,18 @@ def test_a_large_file_is_optimised_side_by_side(tmp_path, monkeypatch, jobs, tex
     nvcc.chmod(0o755)
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
     monkeypatch.setenv("MAX_JOBS", jobs)
-    assert calls.split_compile() == expected
+    assert shares.split_compile() == expected
 
 
 def test_no_split_without_a_compiler(tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
     monkeypatch.setenv("MAX_JOBS", "8")
-    assert calls.split_compile() == ""
+    assert shares.split_compile() == ""
 
 
 def test_only_the_longest_are_split_and_the_users_flags_stay(monkeypatch):
     monkeypatch.setenv("NVCC_APPEND_FLAGS", "-lineinfo")
-    monkeypatch.setattr(calls, "split_compile", lambda: "--split-compile=8")
+    monkeypatch.setattr(shares, "split_compile", lambda: "--split-compile=8")
     seen = []
     monkeypatch.setattr(calls, "flashinfer_build", lambda *_args: seen.append(os.environ["NVCC_APPEND_FLAGS"]))
     for name in ("norm", "sampling"):
